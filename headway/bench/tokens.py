@@ -32,7 +32,7 @@ async def token_source(target: Target, server: Server) -> tuple[TokenSource, str
     if target.token_ids:
         _check_token_ids(target, server)
     name = target.tokenizer_name
-    tokenizer = load_tokenizer(name) if name is not None else _find_tokenizer(server.endpoint.model or "")
+    tokenizer = load_tokenizer(name) if name is not None else _find_tokenizer(server.root)
     if target.token_ids:
         if tokenizer is None:
             raise BenchError("token ids are made with a tokenizer, and none was found; give --tokenizer")
@@ -97,7 +97,7 @@ def _download(name: str) -> Path:
 
 
 def _find_tokenizer(model: str) -> Tokenizer | None:
-    """The tokenizer of a served model whose name is a folder of this machine, or a Hugging Face id in the cache."""
+    """The tokenizer of a model that is a folder of this machine, or a Hugging Face id in the cache."""
     folder = bundled_folder(model) or _local(model)
     try:
         if not (folder / "tokenizer.json").is_file():

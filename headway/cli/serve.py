@@ -36,7 +36,8 @@ def serve(
         str | None, typer.Argument(help="Folder of a checkpoint, or a Hugging Face id; default: the bundled model.")
     ] = None,
     chat_template: Annotated[
-        str | None, _of_server(help="Chat template: a file or the template itself. Default: the model's.")
+        str | None,
+        _of_server(help="Chat template: a name (as chatml), a file, or the template itself. Default: the model's."),
     ] = None,
     replay: Annotated[bool, _of_server(help="Continue requests on the next engine process if one dies.")] = True,
 ) -> None:
@@ -56,7 +57,8 @@ def serve(
             fail(f"--tenants: {error}")
         engine.weights = server.tenants.table.weights
     engine.model = str(model_folder(model or NAME))
-    server.served_model_names = server.served_model_names or [model or NAME]
+    server.root = model or NAME
+    server.served_model_names = server.served_model_names or [short_name(server.root)]
     server.priority_allowed = engine.scheduling_policy == "priority"
     _run(engine, server, chat_template, replay)
 
@@ -69,6 +71,15 @@ def model_folder(model: str) -> Path:
         return resolve_model(model)
     except ValueError as error:
         fail(str(error))
+
+
+def short_name(model: str) -> str:
+    """What a model is called in the API: a folder or file by its last part, any other name as it is."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return (path.stem if path.suffix == ".gguf" else path.name) or model
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -97,13 +108,14 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
                 engine.launch()
         from headway.server.lifecycle import run_server
         from headway.server.prompts import preloaded
-        from headway.text.chat_template import ChatTemplate
+        from headway.text.chat_template import ChatTemplate, advice
         from headway.text.tokenizer import TextError, Tokenizer
 
         try:
             began = time.monotonic_ns()
             tokenizer = Tokenizer.load(config.model)
             template = ChatTemplate.load(tokenizer, chat_template)
+            display.on_template(template is not None, advice(tokenizer) if template is None else template.doubt)
             if settings.preload_prompts:
                 display.on_server_stage("tokenizer", time.monotonic_ns() - began)
             config.preloaded = preloaded(settings.preload_prompts or [], tokenizer, template)

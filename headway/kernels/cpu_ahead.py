@@ -91,7 +91,8 @@ def compiling(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, say: Ca
     def tell(name: str, path: Path) -> None:
         if threading.get_ident() == caller:
             done = sum(each.exists() for each in missing)
-            say(f"compiling CPU kernels, {when}: {name}, {done} of {len(missing)} done")
+            counted = f", {done} of {len(missing)} done" if path in missing else ""  # less common layers have others
+            say(f"compiling CPU kernels, {when}: {name}{counted}")
             for (make, kinds), other in reversed([*zip(wanted, paths, strict=True)]):
                 if helpers and is_being_compiled(path) and not other.exists() and not is_being_compiled(other):
                     make(*kinds)  # meanwhile

@@ -30,6 +30,10 @@ def taken_up(messages: Iterable[T], clock: Callable[[], int]) -> Iterator[T]:
             return
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
+
+
 def context_left(prompt_len: int, max_model_len: int, least: int = 1) -> int:
     """Tokens that may follow a prompt.
 
@@ -39,7 +43,7 @@ def context_left(prompt_len: int, max_model_len: int, least: int = 1) -> int:
     if prompt_len + least > max_model_len:
         raise InvalidParameter(
             "prompt",
-            f"the prompt has {prompt_len} tokens; the model's context is {max_model_len} tokens, "
+            f"the prompt has {_tokens(prompt_len)}; the model's context is {max_model_len} tokens, "
             f"so a prompt may have at most {max_model_len - least}",
         )
     return max_model_len - prompt_len
@@ -55,7 +59,7 @@ def _check_prompt_of_class(prompt_len: int, service: ServiceClass) -> None:
     if prompt_len > service.max_prompt_tokens:
         raise InvalidParameter(
             "prompt",
-            f"the prompt has {prompt_len} tokens; service class {service.name!r} takes at most "
+            f"the prompt has {_tokens(prompt_len)}; service class {service.name!r} takes at most "
             f"{service.max_prompt_tokens} (max_prompt_tokens)",
         )
 
@@ -77,7 +81,7 @@ def fit_to_context(
         if name is not None and wished is not None and wished > room:
             raise InvalidParameter(
                 name,
-                f"{name} is {wished} and the prompt has {prompt_len} tokens, together more than the model's "
+                f"{name} is {wished} and the prompt has {_tokens(prompt_len)}, together more than the model's "
                 f"context of {max_model_len} tokens; ask for at most {room}",
             )
     most = room if params.max_tokens is None else min(params.max_tokens, room)

@@ -94,6 +94,6 @@ def _batches(app: FastAPI, service: Service) -> Batches | None:
     if settings.data_dir is None:
         return None
     post = InProcess(app, lambda: batch_class(service.classes.table)).post
-    batches = Batches(Store(settings.data_dir), post, Gaps(service), settings.served_model_names)
+    batches = Batches(Store(settings.data_dir), post, Gaps(service), settings.known_names)
     service.metrics.registry.register(BatchMetrics(service.metrics.families, batches))
     return batches

@@ -11,7 +11,7 @@ from headway.server.errors import bad_request
 from headway.server.parameters import check_ids
 from headway.server.schemas import ChatFields, Message, RequestBody
 from headway.server.service import Service
-from headway.text.chat_template import ChatTemplate
+from headway.text.chat_template import ChatTemplate, advice
 from headway.text.tokenizer import TextError, Tokenizer
 
 MAX_PROMPTS = 1024
@@ -111,7 +111,9 @@ async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None
     """
     template = service.template
     if template is None:
-        raise bad_request("the model has no chat template; use /v1/completions, or start with --chat-template")
+        raise bad_request(
+            f"the model has no chat template; use /v1/completions, or start the server with {advice(service.tokenizer)}"
+        )
     if body.continue_final_message and body.add_generation_prompt:
         raise bad_request("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
     knows_developer = "developer" in template.source

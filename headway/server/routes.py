@@ -244,7 +244,7 @@ class Routes:
             "object": "model",
             "created": self._service.created,
             "owned_by": "headway",
-            "root": name,
+            "root": self._service.settings.root or name,
             "parent": None,
             "max_model_len": None if ready is None else ready.max_model_len,
         }

@@ -122,7 +122,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 when `name` is not a model that is served."""
-        if name is not None and name not in self.settings.served_model_names:
+        if name is not None and name not in self.settings.known_names:
             served = ", ".join(self.settings.served_model_names)
             raise ApiError(
                 404,

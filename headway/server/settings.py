@@ -23,6 +23,7 @@ class ServerSettings:
 
     Args:
         served_model_names: answers have the first.
+        root: what the model was started with, as a folder. A request may name it, too.
         service_classes: None has the built-in ones.
         tenants: None has none.
         quota_journal: as it was given; `journal` says where it is.
@@ -36,7 +37,7 @@ class ServerSettings:
     served_model_names: Annotated[
         list[str],
         _flag(
-            "Model name in the API; may be repeated. Default: MODEL.",
+            "Model name in the API; may be repeated. Default: MODEL, of a path its last part.",
             "--served-model-name",
             parse=said,
             repeated=True,
@@ -120,6 +121,7 @@ class ServerSettings:
         str, _flag("Whether generation_config.json sets default sampling parameters.", choices=("auto", "none"))
     ] = "auto"
     priority_allowed: bool = False
+    root: str = ""
     metrics_prefix: Annotated[str, _flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
     log_level: Annotated[
         str, _flag("Log level; info logs each request.", choices=("debug", "info", "warning", "error"))
@@ -133,6 +135,11 @@ class ServerSettings:
         if self.quota_journal or self.data_dir is not None:
             return self.quota_journal or f"{self.data_dir}/quotas.journal"
         return f"{self.tenants.path}.journal" if self.tenants.path else ""
+
+    @property
+    def known_names(self) -> list[str]:
+        """What a request may call the model."""
+        return [*self.served_model_names, self.root] if self.root else self.served_model_names
 
     @property
     def asks_for_key(self) -> bool:

@@ -13,7 +13,10 @@ from rich.text import Text
 
 from headway.engine.messages import Ready
 
-MS = 1e-6
+
+def _ms(elapsed_ns: int) -> str:
+    """As all times of a start are written."""
+    return f"{elapsed_ns / 1e6:,.0f} ms" if elapsed_ns >= 500_000 else "<1 ms"
 
 
 class StartupDisplay:
@@ -30,6 +33,7 @@ class StartupDisplay:
         self._server_ns: dict[str, int] = {}
         self._printed: set[str] = set()
         self._said = False
+        self._can_chat = True
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -44,13 +48,21 @@ class StartupDisplay:
             self._live.stop()
             self._live = None
 
+    def on_template(self, can_chat: bool, said: str) -> None:
+        """Of the model's chat template: what is to be known of the one it has, or how it gets one."""
+        self._can_chat = can_chat
+        if not can_chat:
+            said = f"No chat template, so chats are refused. To chat, start with {said}"
+        if said:
+            self._console.print(f"{said}.")
+
     def on_server_stage(self, stage: str, elapsed_ns: int) -> None:
         """A stage of the API process itself."""
         self._server_ns[stage] = elapsed_ns
 
     def on_progress(self, stage: str, elapsed_ns: int) -> None:
         """A stage of the engine has ended; or, without a time, what it is doing, of which a log gets the first."""
-        line = f"{stage.replace('_', ' ')}: {elapsed_ns * MS:,.0f} ms" if elapsed_ns else stage
+        line = f"{stage.replace('_', ' ')}: {_ms(elapsed_ns)}" if elapsed_ns else stage
         if self._live is not None:
             self._live.update(Spinner("dots", Text(f"Loading {self._title} ({line})")))
         elif elapsed_ns or not self._said:
@@ -75,11 +87,11 @@ class StartupDisplay:
         for name, length in stages.items():
             if name in self._printed:
                 continue
-            table.add_row(name.replace("_", " "), f"{length * MS:,.1f} ms")
+            table.add_row(name.replace("_", " "), _ms(length))
         # The two processes start side by side, so the stages do not sum to the whole.
         other_ns = total_ns - sum(stages.values())
         if other_ns > 0:
-            table.add_row("process starts and waiting", f"{other_ns * MS:,.1f} ms")
+            table.add_row("process starts and waiting", _ms(other_ns))
         self._console.print(table)
         self._console.print(
             f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
@@ -94,7 +106,13 @@ class StartupDisplay:
         self._console.print(f"Serving {self._title} at {url}/v1")
         self._console.print("Next, in another terminal:")
         key = " --api-key KEY" * asks_for_key
-        self._console.print(f"  headway chat {url}{key}")
+        if self._can_chat and ready.generates:
+            self._console.print(f"  headway chat {url}{key}")
+        else:
+            header = " -H 'Authorization: Bearer KEY'" * asks_for_key
+            route, field = ("completions", "prompt") if ready.generates else ("embeddings", "input")
+            body = f'{{"{field}": "Once upon a time"}}'
+            self._console.print(f"  curl {url}/v1/{route}{header} -H 'Content-Type: application/json' -d '{body}'")
         self._console.print(f"  headway bench --base-url {url}{key} --request-rate 4 --num-prompts 80")
         self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
         if can_reload:

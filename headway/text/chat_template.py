@@ -1,9 +1,10 @@
-"""Chat messages to prompt text through a checkpoint's Jinja template."""
+"""Chat messages to prompt text through a Jinja template: a checkpoint's own, or one of templates/."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,66 @@ from headway.text.tokenizer import TextError, Tokenizer, read_json
 
 # Goes after the last message when it is to be continued; the text is cut where it comes out again.
 _CONTINUE_HERE = "\u2063continue\u2063here\u2063"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A template of templates/.
+
+    Args:
+        tokens: what it writes; a vocabulary that has all of them is of this family.
+        ends: the token that ends an answer, where it is not the tokenizer's eos_token.
+        by_pieces: the vocabulary is SentencePiece's; None where it does not matter.
+    """
+
+    tokens: tuple[str, ...] = ()
+    ends: str | None = None
+    by_pieces: bool | None = None
+
+
+_SYSTEM_PROMPT = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
+# By llama.cpp's names. The first whose tokens are in a vocabulary is suggested; those without can only be named.
+BUILT_IN = {
+    "phi4": _Family(("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "<|im_end|>"),
+    "chatml": _Family(("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": _Family(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "gemma": _Family(("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "mistral-v7": _Family(_SYSTEM_PROMPT, by_pieces=True),
+    "mistral-v7-tekken": _Family(_SYSTEM_PROMPT, by_pieces=False),
+    "mistral-v3": _Family(_SYSTEM_PROMPT[2:], by_pieces=True),
+    "mistral-v3-tekken": _Family(_SYSTEM_PROMPT[2:], by_pieces=False),
+    "glm4": _Family(("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"), "<|user|>"),
+    "phi3": _Family(("<|user|>", "<|assistant|>", "<|end|>"), "<|end|>"),
+    "granite": _Family(("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"), "<|end_of_text|>"),
+    "command-r": _Family(("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>"), "<|END_OF_TURN_TOKEN|>"),
+    "deepseek3": _Family(("<｜User｜>", "<｜Assistant｜>"), "<｜end▁of▁sentence｜>"),
+    "llama2": _Family(),
+    "zephyr": _Family(),
+}
+
+
+def suggested(tokenizer: Tokenizer) -> str | None:
+    """The key of BUILT_IN for a checkpoint without a template; None where its vocabulary tells of none.
+
+    It tells of the family, and not whether the checkpoint was trained to chat: a base model has the same tokens.
+    """
+    for name, family in BUILT_IN.items():
+        fits = family.by_pieces is None or family.by_pieces != tokenizer.is_byte_level
+        if family.tokens and fits and not _lacking(family, tokenizer):
+            return name
+    return None
+
+
+def advice(tokenizer: Tokenizer) -> str:
+    """The flag that gives a checkpoint without a template one, and why this one."""
+    name = suggested(tokenizer)
+    if name is None:
+        return f"--chat-template, a file or one of {', '.join(sorted(BUILT_IN))}"
+    return f"--chat-template {name} (the vocabulary has its tokens; a base model's has them, too)"
+
+
+def _lacking(family: _Family, tokenizer: Tokenizer) -> list[str]:
+    return [token for token in family.tokens if tokenizer.backend.token_to_id(token) is None]
 
 
 class _GenerationBlock(Extension):
@@ -59,12 +120,16 @@ class ChatTemplate:
         source: Jinja text, with the variables and functions that Hugging Face templates expect.
         special_tokens: variables such as bos_token.
 
+    Attributes:
+        doubt: why answers may not be good, as a sentence without its full stop; empty where nothing is known.
+
     Raises:
         TextError: when the template is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
+        self.doubt = ""
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -75,14 +140,30 @@ class ChatTemplate:
     def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
         """The template of a checkpoint, or None when it has none.
 
-        `override` is a path to a template file, or the template itself. Without it chat_template.jinja is
-        taken before the `chat_template` of tokenizer_config.json; of several named ones, "default".
+        `override` is a key of BUILT_IN, a path to a template file, or the template itself. Without it
+        chat_template.jinja is taken before the `chat_template` of tokenizer_config.json; of several named ones,
+        "default". The token that ends an answer in a template of BUILT_IN becomes one of the tokenizer's eos_token_ids.
 
         Raises:
             TextError: when the template or its file is broken.
         """
+        if override is not None and override in BUILT_IN:
+            return cls._built_in(override, tokenizer)
         source = _read_override(override) if override else _find_source(tokenizer)
         return None if source is None else cls(source, tokenizer.special_tokens)
+
+    @classmethod
+    def _built_in(cls, name: str, tokenizer: Tokenizer) -> ChatTemplate:
+        family = BUILT_IN[name]
+        source = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        template = cls(source, tokenizer.special_tokens)
+        if family.ends is not None:
+            tokenizer.end_with(family.ends)
+        if lacking := _lacking(family, tokenizer):
+            template.doubt = (
+                f"The chat template {name} writes {' and '.join(lacking)}, which this model's vocabulary does not have"
+            )
+        return template
 
     def render(
         self,
@@ -131,7 +212,11 @@ def _read_override(override: str) -> str:
     try:
         return Path(override).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"chat template {override!r} is neither a template nor a readable file: {error}") from None
+        names = ", ".join(sorted(BUILT_IN))
+        raise TextError(
+            f"chat template {override!r} is neither a template, nor the name of one ({names}), nor a readable file: "
+            f"{error}"
+        ) from None
 
 
 def _find_source(tokenizer: Tokenizer) -> str | None:

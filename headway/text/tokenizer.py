@@ -122,6 +122,12 @@ class Tokenizer:
         token = self.special_tokens.get("bos_token")
         return None if token is None else self.backend.token_to_id(token)
 
+    def end_with(self, token: str) -> None:
+        """Have this token end a text too, where the vocabulary has it."""
+        token_id = self.backend.token_to_id(token)
+        if token_id is not None:
+            self.eos_token_ids = sorted({*self.eos_token_ids, token_id})
+
     @cached_property
     def num_added(self) -> tuple[int, int]:
         """Special tokens that encoding puts before a text and behind it."""

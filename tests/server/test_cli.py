@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,17 +12,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 import headway
 from headway.cli import main
+from headway.cli.serve import short_name
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.flags import size, tokens
 from headway.server.settings import ServerSettings
 from headway.server.startup_display import StartupDisplay
 from headway.tenant_file import Access, TenantFile
+from headway.text.chat_template import advice
+from headway.text.tokenizer import Tokenizer
+from tests.text.tiny_tokenizers import byte_level, save, save_chat_model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -130,8 +136,6 @@ def test_a_signal_during_the_start_ends_the_engine(monkeypatch: pytest.MonkeyPat
 def test_broken_template_and_generation_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from tests.text.tiny_tokenizers import save_chat_model
-
     folder = save_chat_model(tmp_path, temperature=-5)
     assert run(monkeypatch, "serve", str(folder), "--port", "0") == 2
     assert "temperature is -5" in capsys.readouterr().err
@@ -152,6 +156,12 @@ def test_numbers_of_tokens(text: str, number: int) -> None:
     assert tokens(text) == number
 
 
+READY = Ready(
+    protocol=1, max_model_len=256, num_blocks=8, block_size=16, device="cpu", startup_ns={}, kv_cache_dtype="float32",
+    max_num_seqs=4, pool_tokens=128,
+)  # fmt: skip
+
+
 def started(*progress: str, **more: bool) -> str:
     """What the display says of a start, in a log."""
     file = io.StringIO()
@@ -161,11 +171,7 @@ def started(*progress: str, **more: bool) -> str:
     for stage in progress:
         display.on_progress(stage, 2_000_000)
     stages = dict.fromkeys((*progress, "quiet"), 2_000_000)
-    ready = Ready(
-        protocol=1, max_model_len=256, num_blocks=8, block_size=16, device="cpu", startup_ns=stages,
-        kv_cache_dtype="float32", max_num_seqs=4, pool_tokens=128,
-    )  # fmt: skip
-    display.on_ready(ready, "http://127.0.0.1:4321", **more)
+    display.on_ready(msgspec.structs.replace(READY, startup_ns=stages), "http://127.0.0.1:4321", **more)
     return file.getvalue()
 
 
@@ -181,6 +187,55 @@ def test_a_log_says_once_that_kernels_are_compiled() -> None:
     display.on_progress("compiling: second, 1 of 2 done", 0)
     display.on_progress("warm_up", 2_000_000)
     assert file.getvalue() == "  compiling: first, 0 of 2 done\n  warm up: 2 ms\n"
+
+
+def test_all_times_of_a_start_are_written_alike() -> None:
+    file = io.StringIO()
+    display = StartupDisplay("tiny", time.monotonic_ns(), Console(file=file, soft_wrap=True, width=80))
+    for stage, elapsed_ns in (("load_weights", 1_767_400_000), ("warm_up", 558_600_000), ("tokenizer", 90_000)):
+        display.on_progress(stage, elapsed_ns)
+        display.on_server_stage(f"{stage} again", elapsed_ns)
+    display.on_ready(READY, "http://127.0.0.1:4321")
+    said = file.getvalue()
+    assert "  load weights: 1,767 ms\n  warm up: 559 ms\n  tokenizer: <1 ms\n" in said
+    assert [re.search(f"{stage} again +(.*ms)", said)[1] for stage in ("weights", "warm up", "tokenizer")] == [  # type: ignore[index]
+        *("1,767 ms", "559 ms", "<1 ms")
+    ]
+
+
+def test_a_start_says_that_a_model_has_no_chat_template(tmp_path: Path) -> None:
+    """And what comes next is no chat then."""
+    tokenizer = Tokenizer.load(save(tmp_path, byte_level()))
+    file = io.StringIO()
+    display = StartupDisplay("tiny", time.monotonic_ns(), Console(file=file, soft_wrap=True, width=80))
+    display.on_template(False, advice(tokenizer))
+    assert file.getvalue() == (
+        "No chat template, so chats are refused. To chat, start with --chat-template chatml (the vocabulary has its "
+        "tokens; a base model's has them, too).\n"
+    )
+    display.on_ready(READY, "http://127.0.0.1:4321", asks_for_key=True)
+    said = file.getvalue()
+    assert "headway chat" not in said
+    assert """  curl http://127.0.0.1:4321/v1/completions -H 'Authorization: Bearer KEY' -H 'Content-Type: """ in said
+    assert """-d '{"prompt": "Once upon a time"}'\n""" in said
+    display.on_ready(msgspec.structs.replace(READY, generates=False), "http://127.0.0.1:4321")
+    assert (
+        """/v1/embeddings -H 'Content-Type: application/json' -d '{"input": "Once upon a time"}'""" in file.getvalue()
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("models/Tiny-1B", "Tiny-1B"), ("models/Tiny-1B/", "Tiny-1B"), ("models/../models/a.Q4_0.gguf", "a.Q4_0")]
+    + [("owner/name", "owner/name"), ("headway/story", "headway/story"), ("/", "/")],
+)
+def test_a_folder_is_called_by_its_last_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "Tiny-1B").mkdir(parents=True)
+    (tmp_path / "models" / "a.Q4_0.gguf").touch()
+    assert short_name(model) == name
 
 
 def test_a_start_names_its_process_and_warns_where_it_is_open() -> None:

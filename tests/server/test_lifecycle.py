@@ -33,7 +33,7 @@ class Process:
     def __init__(self, model: Path, *arguments: str, engine: dict[str, Any] | None = None, port: int = 0) -> None:
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model = str(model)
+        self.model = model.name
         paths = [str(Path(headway.__file__).parent.parent), str(HERE.parent.parent)]
         environment = {**os.environ, "FAKE_ENGINE": json.dumps(engine or {}), "PYTHONPATH": os.pathsep.join(paths)}
         self.popen = subprocess.Popen(

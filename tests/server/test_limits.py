@@ -296,6 +296,20 @@ def test_server_names(start_server: StartServer) -> None:
     assert server.post("/v1/completions", prompt="x").json()["model"] == "first"
 
 
+def test_a_model_answers_to_its_name_and_to_the_folder_it_was_started_with(
+    start_server: StartServer,
+) -> None:
+    folder = "/models/Tiny-1B"
+    server = start_server(served_model_names=["Tiny-1B"], root=folder)
+    assert [(card["id"], card["root"]) for card in server.client.get("/v1/models").json()["data"]] == [
+        ("Tiny-1B", folder)
+    ]
+    assert server.post("/v1/completions", prompt="x").json()["model"] == "Tiny-1B"
+    assert server.post("/v1/completions", model=folder, prompt="x").json()["model"] == folder
+    refused = server.post("/v1/completions", model="Tiny", prompt="x")
+    assert refused.status_code == 404 and refused.json()["error"]["message"].endswith("the server has Tiny-1B")
+
+
 def test_priority_where_the_policy_has_it(start_server: StartServer, engine: FakeEngine) -> None:
     server = start_server(priority_allowed=True)
     assert server.post("/v1/completions", prompt="x", priority=-5).status_code == 200

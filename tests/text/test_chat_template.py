@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from headway.text.chat_template import ChatTemplate
+from headway.text.chat_template import BUILT_IN, ChatTemplate, advice, suggested
 from headway.text.tokenizer import TextError, Tokenizer
-from tests.text.tiny_tokenizers import SPECIAL, TEMPLATE, byte_level, save
+from tests.text.tiny_tokenizers import SPECIAL, TEMPLATE, byte_level, save, sentencepiece_style
 
 TEMPLATES = {
     "chatml": TEMPLATE,
@@ -122,7 +123,7 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("of the user")
     assert source(str(own)) == "of the user"
-    with pytest.raises(TextError, match="neither a template nor a readable file"):
+    with pytest.raises(TextError, match=r"neither a template, nor the name of one (.*chatml.*), nor a readable file"):
         source(str(tmp_path / "absent.jinja"))
 
 
@@ -133,6 +134,73 @@ def test_no_template_and_no_default_one(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": broken}))
         with pytest.raises(TextError, match=says):
             ChatTemplate.load(Tokenizer.load(folder))
+
+
+# What each template of a name makes of a system message, a question, an answer and a question, for the next answer.
+BUILT_IN_TEXTS = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    "<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n",
+    "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>Q<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>A<|im_end|><|im_start|>user<|im_sep|>R<|im_end|><|im_start|>assistant<|im_sep|>",
+    "llama3": "<B><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nR<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<B><start_of_turn>user\nS\n\nQ<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+    "<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n",
+    "mistral-v7": "<B>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] Q[/INST] A<E>[INST] R[/INST]",
+    "mistral-v7-tekken": "<B>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]Q[/INST]A<E>[INST]R[/INST]",
+    "mistral-v3": "<B>[INST] S\n\nQ[/INST] A<E>[INST] R[/INST]",
+    "mistral-v3-tekken": "<B>[INST]S\n\nQ[/INST]A<E>[INST]R[/INST]",
+    "glm4": "[gMASK]<sop><|system|>\nS<|user|>\nQ<|assistant|>\nA<|user|>\nR<|assistant|>\n",
+    "phi3": "<|system|>\nS<|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nR<|end|>\n<|assistant|>\n",
+    "granite": "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>Q<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>A<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>R<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "command-r": "<B><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>S<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Q<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>A<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>R<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "deepseek3": "<B>S<｜User｜>Q<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>R<｜Assistant｜>",
+    "llama2": "<B>[INST] <<SYS>>\nS\n<</SYS>>\n\nQ [/INST] A <E><B>[INST] R [/INST]",
+    "zephyr": "<|system|>\nS<E>\n<|user|>\nQ<E>\n<|assistant|>\nA<E>\n<|user|>\nR<E>\n<|assistant|>\n",
+}
+
+
+def of_tokens(folder: Path, tokens: tuple[str, ...], by_pieces: bool = False) -> Tokenizer:
+    """A tokenizer whose vocabulary has these besides, and nothing of ChatML."""
+    backend = sentencepiece_style() if by_pieces else byte_level()
+    described = json.loads(backend.to_str().replace("<|im_start|>", "<|other_1|>").replace("<|im_end|>", "<|other_2|>"))
+    backend = Backend.from_str(json.dumps(described))
+    backend.add_special_tokens(list(tokens))
+    return Tokenizer.load(save(folder, backend, bos_token="<B>", eos_token="<E>"))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_template_of_a_name(tmp_path: Path, name: str) -> None:
+    """It is suggested for a vocabulary with its tokens, writes nothing else, and its answers end at its token."""
+    family = BUILT_IN[name]
+    tokenizer = of_tokens(tmp_path, (*family.tokens, *filter(None, [family.ends])), family.by_pieces is True)
+    assert suggested(tokenizer) == (name if family.tokens else None)
+    assert advice(tokenizer).startswith(f"--chat-template {name} (" if family.tokens else "--chat-template, a file or")
+    template = ChatTemplate.load(tokenizer, name)
+    assert template is not None and not template.doubt
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "SQAR", strict=True)]
+    assert template.render(messages) == BUILT_IN_TEXTS[name]
+    if family.ends is not None:
+        assert tokenizer.backend.token_to_id(family.ends) in tokenizer.eos_token_ids
+    continued = template.render(messages[:3], add_generation_prompt=False, continue_final_message=True)
+    assert continued.endswith("A") and BUILT_IN_TEXTS[name].startswith(continued)
+
+
+def test_a_template_whose_tokens_are_not_in_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = of_tokens(tmp_path, ())
+    template = ChatTemplate.load(tokenizer, "gemma")
+    assert template is not None and tokenizer.eos_token_ids == []
+    assert template.doubt == (
+        "The chat template gemma writes <start_of_turn> and <end_of_turn>, which this model's vocabulary does not have"
+    )
 
 
 def test_template_sees_the_current_date() -> None:

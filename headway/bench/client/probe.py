@@ -51,6 +51,7 @@ class Server:
         endpoint: how it is asked: as the user wants it, with all that helps a measurement and that it understands. It
             has a cache_salt where the server honours one.
         kind: a key of NAMES.
+        root: the folder, or the hub's id, of the model that it serves; where it does not tell, the model's name.
         version: None where it does not tell.
         max_model_len: tokens of prompt and answer together; None where it does not tell.
         metrics, tokenize: whether it has these routes.
@@ -59,6 +60,7 @@ class Server:
 
     endpoint: Endpoint
     kind: str
+    root: str
     version: str | None
     max_model_len: int | None
     metrics: bool
@@ -115,6 +117,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
                 continuous_usage=record.tokens_per_chunk_known,
             ),
             kind=kind,
+            root=next((str(card["root"]) for card in cards if card["id"] == model and card.get("root")), model),
             version=version,
             max_model_len=max_model_len,
             metrics=_is_metrics(await asker.look("GET", "/metrics")),
@@ -161,6 +164,8 @@ def _chosen(wanted: str | None, cards: list[dict[str, Any]]) -> str:
     if wanted is None:
         return names[0] if names else ""
     if names and wanted not in names:
+        if (named := next((str(card["id"]) for card in cards if card.get("root") == wanted), None)) is not None:
+            return named  # a server may call a folder by another name
         # Nearest first; sorting keeps the server's order among equals.
         names.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted.lower(), name.lower()).ratio())
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""

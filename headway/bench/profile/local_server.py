@@ -23,7 +23,7 @@ _SERVING = re.compile(r"Serving .* at (http://\S+)/v1\s*$")
 _READY = re.compile(
     r"Ready after ([\d.]+) s on (\S+): context ([\d,]+) tokens, KV cache ([\d,]+) blocks of ([\d,]+) tokens"
 )
-_SERVER_STAGE = re.compile(r"server: (.+?)\s{1,}([\d,.]+) ms\s*$")
+_SERVER_STAGE = re.compile(r"server: (.+?)\s{1,}<?([\d,.]+) ms\s*$")
 _SHUTDOWN_S = 5.0
 _KEPT_LINES = 40
 _PR_SET_PDEATHSIG = 1

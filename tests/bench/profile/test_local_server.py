@@ -54,6 +54,7 @@ def test_what_the_server_prints_is_understood():
     display.start()
     display.on_server_stage("imports", 812_300_000)
     display.on_server_stage("tokenizer", 1_234_000_000)
+    display.on_server_stage("rest", 400_000)
     ready = Ready(
         protocol=1, max_model_len=32768, num_blocks=16385, block_size=16, device="cuda:0", startup_ns={"warm_up": 10},
         kv_cache_dtype="bfloat16", max_num_seqs=256, pool_tokens=262160,
@@ -69,7 +70,7 @@ def test_what_the_server_prints_is_understood():
         16385,
         16,
     )
-    assert startup.api_stages == pytest.approx({"imports": 0.8123, "tokenizer": 1.234})
+    assert startup.api_stages == pytest.approx({"imports": 0.812, "tokenizer": 1.234, "rest": 0.001})
     assert 0 <= startup.seconds < 60
 
 
