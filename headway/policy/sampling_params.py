@@ -11,6 +11,7 @@ from typing import Any
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 100.0
 # vLLM's limits (vllm/v1/worker/gpu/sample/logit_bias.py).
 MAX_LOGIT_BIAS_TOKENS = 1024
@@ -177,6 +178,9 @@ class SamplingParams:
                 raise InvalidParameter("stop", f"stop contains {_shown(text)}; it must contain strings only")
             if not text:
                 raise InvalidParameter("stop", "stop contains an empty string; leave it out")
+            if len(text) > MAX_STOP_CHARS:
+                said = f"stop contains a string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
+                raise InvalidParameter("stop", said)
         check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             if not _is_integer(token) or token < 0:

@@ -67,7 +67,7 @@ def create_app(
     Routes(service).add_to(app)
     VectorRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
-    BatchRoutes(batches, settings).add_to(app)
+    BatchRoutes(batches, settings, service.bodies).add_to(app)
     app.add_middleware(Edge, keys=lambda: service.keys, pace=service.pace)
     install_handlers(app)
     make_document = app.openapi

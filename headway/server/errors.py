@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+# Bytes of JSON: a message may repeat what a client has sent.
+LONGEST_MESSAGE, LONGEST_PARAM = 1600, 200
 # Name and values are those of llm-d's router.
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 
@@ -47,8 +49,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _cut(message, LONGEST_MESSAGE)
+        self.param = param and _cut(param, LONGEST_PARAM)
         self.code = code
         self.kind = kind
         self.headers = dict(headers or {})
@@ -60,6 +62,14 @@ class ApiError(Exception):
         return Response(
             msgspec.json.encode(self.body()), self.status, headers=self.headers, media_type="application/json"
         )
+
+
+def _cut(text: str, most: int) -> str:
+    """The text, or its beginning, so that it has at most so many bytes of JSON."""
+    short = text[:most]
+    while len(msgspec.json.encode(short)) > most:
+        short = short[: len(short) * 3 // 4]
+    return text if short == text else short + "..."
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

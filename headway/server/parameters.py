@@ -15,7 +15,7 @@ from headway.policy.sampling_params import (
 )
 from headway.policy.service_class import ServiceClass
 from headway.server.errors import bad_request
-from headway.server.schemas import ChatBody, CompletionBody, GenerationBody
+from headway.server.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.text.tokenizer import TextError
 
 COMPLETION_MAX_TOKENS = 16
@@ -122,7 +122,13 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
     """Raise ApiError 400, naming the first id that is not in the vocabulary."""
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if not token_ids:
+        return
+    if isinstance(token_ids, TokenIds):
+        lowest, highest = token_ids.lowest, token_ids.highest
+    else:
+        lowest, highest = min(token_ids), max(token_ids)
+    if lowest >= 0 and highest < vocab_size:
         return
     position, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
     shown = str(wrong) if abs(wrong) < 2**63 else "a huge number"

@@ -45,9 +45,9 @@ async def completion_prompts(
         found = await service.encoder.encode_all(texts, add_special_tokens, cache_salt)
         encoded = [TokenizedPrompt(token_ids, text) for token_ids, text in zip(found, texts, strict=True)]
     else:
+        for token_ids in prompts:
+            check_ids(token_ids, service.tokenizer.vocab_size, field)
         encoded = [TokenizedPrompt(token_ids) for token_ids in prompts]
-        for prompt in encoded:
-            check_ids(prompt.token_ids, service.tokenizer.vocab_size, field)
     for position, prompt in enumerate(encoded):
         if not prompt.token_ids:
             which = field if len(encoded) == 1 else f"{field} {position}"
@@ -187,7 +187,7 @@ def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate |
 
 
 def _as_template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
-    content = message.content
+    content = "" if message.content is None else message.content  # as agents repeat an answer without text
     if not isinstance(content, str):
         content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
     # OpenAI's newer name for the system role; most templates know the older one only.

@@ -28,7 +28,7 @@ from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.parameters import check_ids, fitted_params, sampling_params
 from headway.server.prompts import as_list, chat_prompt, completion_prompts, most_tokens, truncated
-from headway.server.request_body import check_body, parse_object, read_body
+from headway.server.request_body import check_body, query_number
 from headway.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -208,7 +208,7 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         service = self._service
-        content = parse_object(await read_body(request, service.settings.max_body_size))
+        content = await service.bodies.read(request)
         body = check_body(TokenizeChat, content) if "messages" in content else check_body(TokenizeText, content)
         service.check_model(body.model)
         ready = service.check_ready()
@@ -277,14 +277,11 @@ class Routes:
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
         self._service.check_ready()
-        query = request.query_params
-        steps, form = query.get("steps", "50"), query.get("format", "json")
-        if not (steps.isascii() and steps.isdecimal() and 1 <= int(steps[:9]) <= DECISIONS_KEPT):
-            raise bad_request(f"steps is {steps[:60]!r}; it must be a number from 1 to {DECISIONS_KEPT}", "steps")
+        steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
         if form not in ("json", "text"):
             raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
         try:
-            told = await self._service.engine.explain(int(steps))
+            told = await self._service.engine.explain(steps)
         except EngineDead as error:
             raise unavailable(str(error), "engine_dead", 5) from None
         now = clock()

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from headway.policy.service_class import LONGEST_NAME
+
+MAX_MESSAGES = 4096
 
 
 def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
@@ -22,7 +24,20 @@ def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+class TokenIds(list[int]):
+    """A long list of ids that was read in pieces, and so needs no further look at each of them."""
+
+    lowest = highest = 0
+
+    def add(self, ids: list[int]) -> None:
+        if ids:
+            self.lowest, self.highest = min(self.lowest, min(ids)), max(self.highest, max(ids))
+            self.extend(ids)
+
+
 def _all_of(kind: type, value: Any) -> bool:
+    if isinstance(value, TokenIds):
+        return kind is int
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
@@ -48,7 +63,11 @@ def _are_documents(value: Any) -> bool:
 
 
 def _is_content(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
+    )
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -83,10 +102,15 @@ StopField = Annotated[
     _must_be("a string or a list of strings", _is_stop),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
 ]
+IdsField = Annotated[
+    Any,
+    _must_be("a list of token ids", lambda value: _all_of(int, value)),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
+]
 ContentField = Annotated[
     Any,
     _must_be("a string or a list of parts of type text", _is_content),
-    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 
 NullField = Annotated[
@@ -189,7 +213,7 @@ class Message(Body):
 class ChatFields(Body):
     """How messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -261,7 +285,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: IdsField
 
 
 @dataclass(frozen=True, slots=True)

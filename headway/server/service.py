@@ -25,6 +25,7 @@ from headway.server.metrics import Metrics
 from headway.server.pacing import READS_PER_TURN, Pace
 from headway.server.parameters import server_defaults
 from headway.server.quotas import TenantQuotas
+from headway.server.request_body import BodyReader
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
@@ -55,6 +56,7 @@ class Service:
         self.template = template
         self.settings = settings
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
+        self.bodies = BodyReader(settings.max_body_size)
         self.text_work = TextWork(settings.max_queued_text)
         self.pooler = Pooler.load(tokenizer, template)
         cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
@@ -234,5 +236,6 @@ class Service:
             task.cancel()
         await self.engine.stop()
         self.text_work.close()
+        self.bodies.close()
         if self.quotas is not None:
             self.quotas.close()

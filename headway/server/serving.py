@@ -15,7 +15,7 @@ from headway.server.classes import Terms, terms_of
 from headway.server.edge import ACCESS, IGNORED
 from headway.server.errors import bad_request
 from headway.server.generation import clock
-from headway.server.request_body import check_body, parse_object, read_body
+from headway.server.request_body import check_body
 from headway.server.schemas import Body, RequestBody
 from headway.server.service import Service
 from headway.server.streaming import EventStream, unless_gone
@@ -27,7 +27,7 @@ Make = Callable[[Terms, Place], Coroutine[Any, Any, Answer | Response]]
 
 async def read(service: Service, request: Request, model: type[B]) -> B:
     """The checked body. Raises ApiError."""
-    return check_body(model, parse_object(await read_body(request, service.settings.max_body_size)))
+    return check_body(model, await service.bodies.read(request))
 
 
 async def read_unless_full(service: Service, request: Request, model: type[B]) -> B:

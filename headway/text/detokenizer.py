@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from functools import lru_cache
 from typing import Protocol
 
 from headway.text.tokenizer import Tokenizer
@@ -74,19 +75,26 @@ class _WindowDecoder:
         return self._decode(self._window)[len(self._text_read) :]
 
 
+@lru_cache(maxsize=64)
+def _fallback(stop: str) -> list[int]:
+    """Of each beginning of a string, the longest shorter one that it ends with. The choices of a request share it."""
+    fallback = [0] * (len(stop) + 1)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = fallback[length]
+        length += stop[i] == stop[length]
+        fallback[i + 1] = length
+    return fallback
+
+
 class _StopMatcher:
     """How much of one stop string the text ends with, by Knuth, Morris and Pratt: constant time a character."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._fallback = [0] * (len(stop) + 1)
-        length = 0
-        for i in range(1, len(stop)):
-            while length and stop[i] != stop[length]:
-                length = self._fallback[length]
-            length += stop[i] == stop[length]
-            self._fallback[i + 1] = length
+        self._fallback = _fallback(stop)
 
     def push(self, character: str) -> bool:
         """Take one character; True when the text now ends with the stop string."""

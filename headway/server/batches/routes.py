@@ -16,7 +16,7 @@ from headway.server.batches.uploads import read_upload
 from headway.server.batches.worker import Batches
 from headway.server.edge import ACCESS
 from headway.server.errors import ApiError, bad_request
-from headway.server.request_body import check_body, parse_object, read_body
+from headway.server.request_body import BodyReader, check_body, query_number
 from headway.server.settings import ServerSettings
 from headway.tenant_file import Access
 
@@ -74,9 +74,10 @@ class BatchRoutes:
         batches: None where the server has no data folder.
     """
 
-    def __init__(self, batches: Batches | None, settings: ServerSettings) -> None:
+    def __init__(self, batches: Batches | None, settings: ServerSettings, bodies: BodyReader) -> None:
         self._given = batches
         self._settings = settings
+        self._bodies = bodies
 
     def add_to(self, app: FastAPI) -> None:
         app.add_exception_handler(DiskFull, _of_full_disk)
@@ -130,7 +131,7 @@ class BatchRoutes:
 
     async def files(self, request: Request) -> Response:
         query = request.query_params
-        limit, order = _limit(request, MOST_FILES_LISTED, MOST_FILES_LISTED), query.get("order", "desc")
+        limit, order = query_number(request, "limit", MOST_FILES_LISTED, MOST_FILES_LISTED), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
         after = query.get("after")
@@ -170,7 +171,7 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         batches = self._opened()
-        body = check_body(BatchBody, parse_object(await read_body(request, self._settings.max_body_size)))
+        body = check_body(BatchBody, await self._bodies.read(request))
         found = await self._opened().run(Store.file, _owner(request), body.input_file_id)
         if found is not None and found.purpose != "batch":
             message = f"file {found.id} has the purpose {found.purpose!r}; a batch's input has 'batch'"
@@ -182,7 +183,7 @@ class BatchRoutes:
 
     async def batches(self, request: Request) -> Response:
         after = request.query_params.get("after")
-        limit = _limit(request, MOST_BATCHES_LISTED, BATCHES_LISTED)
+        limit = query_number(request, "limit", BATCHES_LISTED, MOST_BATCHES_LISTED)
         found = await self._opened().run(Store.batches, _owner(request), after, limit)
         if found is None:
             raise _unknown_cursor(after)
@@ -208,13 +209,6 @@ class BatchRoutes:
 
 def _paging(most: int) -> list[dict[str, Any]]:
     return [responses.query("after"), responses.query("limit", type="integer", minimum=1, maximum=most)]
-
-
-def _limit(request: Request, most: int, default: int) -> int:
-    given = request.query_params.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= most):
-        raise bad_request(f"limit is {given[:60]!r}; it must be a number from 1 to {most}", "limit")
-    return int(given)
 
 
 def _unknown_cursor(after: str | None) -> ApiError:

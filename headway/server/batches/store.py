@@ -38,7 +38,7 @@ CREATE INDEX IF NOT EXISTS ended ON batches ({_ENDED_AT});
 _VERSION = 1
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 # Numbers of an OSError that says so.
-FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(ValueError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -86,4 +89,19 @@ def test_an_upload_without_room_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     assert store.files("", None, None, 10, True) == ([], False)
     assert list((tmp_path / "files").iterdir()) == []
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """EFBIG comes of `ulimit -f` and of the largest file of a file system."""
+    store = Store(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(shutil, "copyfileobj", refuse)
+    with pytest.raises(DiskFull, match=os.strerror(number)):
+        store.add_file("", io.BytesIO(b"x"), "name", "batch")
+    assert store.files("", None, None, 10, True) == ([], False)
     store.close()
