@@ -26,7 +26,7 @@ from benchmarks.engines.worker import ENGINES
 from benchmarks.exports import GGUF_KINDS, PACKED_KINDS, PRECISIONS
 from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.points import Point, decode, held, named, prefill, product
-from benchmarks.sitting import Sitting, entries, sit, sit_held
+from benchmarks.sitting import ISAS, Entry, Sitting, entries, sit, sit_held
 from benchmarks.start import PROMPT, start_times
 from benchmarks.tables import compared, rows, table
 from benchmarks.weights import CHECKPOINTS
@@ -64,6 +64,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-headway", action="store_true", help="measure the peers alone")
     parser.add_argument(
         "--old", type=checkout, metavar="CHECKOUT", help="another checkout of Headway, as a row that is compared with"
+    )
+    parser.add_argument(
+        "--isa", choices=ISAS, help="restrict all engines to these instructions; llama.cpp must be built for them"
     )
     parser.add_argument("--variants", action="store_true", help="more settings of Headway and OpenVINO, as more rows")
     parser.add_argument(
@@ -111,6 +114,10 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--no-headway leaves nothing to measure; name a --peer")
     if not (arguments.points or arguments.contexts or arguments.start):
         parser.error("there is nothing to measure; give --points, --contexts or --start")
+    if arguments.isa and "vllm" in dict(arguments.peers):
+        parser.error(f"--isa {arguments.isa} cannot restrict vllm, whose kernels ask the processor; leave it out")
+    if arguments.isa and arguments.llama_simple:
+        parser.error(f"--isa {arguments.isa} cannot check what --llama-simple was built for; leave it out")
     if arguments.old and arguments.no_headway:
         parser.error("--old is compared with Headway, which --no-headway leaves out")
     if arguments.llama_simple and not os.access(arguments.llama_simple, os.X_OK):
@@ -138,8 +145,7 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
     for shape in arguments.shapes if points(arguments) else []:
         for precision in arguments.precisions:
             kv_bits = _KV_BITS[arguments.kv_cache_dtype]
-            found = entries(precision, arguments.peers, not arguments.no_headway, arguments.variants, kv_bits)
-            found += [replace(found[0], label="old", root=arguments.old)] if arguments.old else []
+            found = _entries(arguments, precision, arguments.variants, kv_bits)
             if not found:
                 continue
             sitting = Sitting(shape, precision, points(arguments), found)
@@ -151,7 +157,8 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
             sit_held(sitting, *settings, so_far)
             so_far()
             cache = "" if kv_bits == 16 else ", 8-bit KV cache"
-            title = f"{shape}, {precision}{cache}: tokens/s"
+            isa = f", {arguments.isa} alone" if arguments.isa else ""
+            title = f"{shape}, {precision}{cache}{isa}: tokens/s"
             print(table(title, rows(sitting), sitting.left_out, sitting.died.values()), flush=True)
     for shape in arguments.shapes if arguments.start else []:
         starts = parts["starts"][shape] = {}
@@ -160,6 +167,13 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
             sat.append(sitting)
             keep(parts)
     return sat
+
+
+def _entries(arguments: argparse.Namespace, precision: str, variants: bool, kv_bits: int = 16) -> list[Entry]:
+    """The engines of a sitting, with the other checkout last."""
+    found = entries(precision, arguments.peers, not arguments.no_headway, variants, kv_bits)
+    found += [replace(found[0], label="old", root=arguments.old)] if arguments.old else []
+    return [replace(entry, isa=arguments.isa or "") for entry in found]
 
 
 def _keep(sitting: Sitting, parts: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
@@ -176,9 +190,7 @@ def _content(sitting: Sitting) -> dict[str, Any]:
 
 
 def _start(arguments: argparse.Namespace, shape: str, precision: str) -> tuple[Sitting, dict[str, Any]]:
-    engines = entries(precision, arguments.peers, not arguments.no_headway, variants=False)
-    engines += [replace(engines[0], label="old", root=arguments.old)] if arguments.old else []
-    sitting = Sitting(shape, precision, [PROMPT], engines)
+    sitting = Sitting(shape, precision, [PROMPT], _entries(arguments, precision, variants=False))
     start_times(sitting, arguments.rounds, arguments.threads, arguments.folder, arguments.llama_simple)
     seconds = sitting.rates.get(PROMPT.label, {})
     summary = compared(PROMPT.label, seconds, set(), min)

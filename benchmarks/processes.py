@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 _TAIL = 15  # lines of a log that are shown when something fails
 _PATIENCE_S = 15.0
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
@@ -49,12 +51,15 @@ class Child:
     Args:
         command: the first line that it writes says what it is (`about`).
         root: the checkout whose modules it runs.
+        variables: of its environment, more than environment() has.
 
     Raises:
         Died: it ended before it answered; with its name and the tail of its log. So does ask().
     """
 
-    def __init__(self, name: str, command: list[str], root: Path = ROOT) -> None:
+    def __init__(
+        self, name: str, command: list[str], root: Path = ROOT, variables: Mapping[str, str] = _NOTHING
+    ) -> None:
         self.name = name
         self._died = False
         with tempfile.NamedTemporaryFile(prefix=f"{name.replace(' ', '-')}-", suffix=".log", delete=False) as log:
@@ -64,7 +69,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment(root),
+                env={**environment(root), **variables},
                 cwd=root,
                 start_new_session=True,
                 text=True,
@@ -120,10 +125,12 @@ class Child:
 
 
 @contextmanager
-def running(name: str, command: list[str], root: Path = ROOT) -> Iterator[Child]:
+def running(
+    name: str, command: list[str], root: Path = ROOT, variables: Mapping[str, str] = _NOTHING
+) -> Iterator[Child]:
     """A child that has said what it is, stopped; ended with the block. Says on stderr how it goes."""
     print(f"starting {name} ...", file=sys.stderr)
-    child = Child(name, command, root)
+    child = Child(name, command, root, variables)
     try:
         print(f"{name} {child.about['version']} ready after {child.about['start_seconds']:.1f} s", file=sys.stderr)
         yield child

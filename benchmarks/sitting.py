@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import SHAPES
-from benchmarks.engines.interface import Settings
+from benchmarks.engines.interface import ISA, Settings
 from benchmarks.exports import GGUF_KINDS, PACKED_KINDS, model_for
 from benchmarks.points import Point
 from benchmarks.processes import ROOT, Child, Died, running
@@ -23,6 +23,17 @@ _LEAST_KV_BYTES = 1 << 30
 _ROUND_UP = 256  # some engines give each sequence a multiple of so many tokens
 _COPIES = 1.5  # of its weights that an engine may hold in memory, the cache apart
 _HEADWAY = {"bf16": "none", "int8": "int8", "int4": "int4"}
+# What restricts engines to some instructions; llama.cpp is what it was built for, and its driver checks that.
+ISAS = {
+    "avx2": {
+        ISA: "avx2",
+        "NUMBA_CPU_NAME": "x86-64-v3",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",  # OpenVINO's and torch's
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Entry:
         variant: shown beside the others, but never the best peer.
         exporter: the Python that makes its files; "" where that is `python`.
         root: the checkout that it runs, with its own benchmarks.engines; "" is this one.
+        isa: the instructions that it is restricted to, a key of ISAS; "" is all that the processor has.
     """
 
     label: str
@@ -46,6 +58,12 @@ class Entry:
     variant: bool = False
     exporter: str = ""
     root: str = ""
+    isa: str = ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment of its process."""
+        return ISAS.get(self.isa, {})
 
 
 def entries(
@@ -216,7 +234,9 @@ def _start(
     for entry in sitting.alive:
         try:
             command = worker_command(entry, sitting.shape, sitting.precision, points, rounds, threads, folder)
-            children.append(stack.enter_context(running(entry.label, command, Path(entry.root or ROOT))))
+            children.append(
+                stack.enter_context(running(entry.label, command, Path(entry.root or ROOT), entry.variables))
+            )
         except Died as end:
             sitting.lose(entry.label, end)
     sitting.about |= {child.name: child.about for child in children}

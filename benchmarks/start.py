@@ -49,7 +49,7 @@ def start_times(sitting: Sitting, rounds: int, threads: int, folder: Path, llama
 
 def _worker(entry: Entry, command: list[str], seed: int) -> float:
     began = time.perf_counter()
-    child = Child(entry.label, command, Path(entry.root or ROOT))
+    child = Child(entry.label, command, Path(entry.root or ROOT), entry.variables)
     try:
         child.ask({"do": "run", "batch": PROMPT.batch, "prompt": PROMPT.prompt, "new": PROMPT.new, "seed": seed})
         return time.perf_counter() - began

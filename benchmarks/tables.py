@@ -61,10 +61,14 @@ def rows(sitting: Sitting) -> list[Row]:
     """Of every point in the order measured, with shares of the machine's peaks round by round."""
     shape, points = shape_of(SHAPES[sitting.shape]), {point.label: point for point in sitting.points}
     variants = {entry.label for entry in sitting.entries if entry.variant}
+    # The peaks of products are those of all instructions.
+    restricted = any(entry.isa for entry in sitting.entries)
+    unknown = {label for label, point in points.items() if restricted and point.rate == "prefill"}
     found = []
     for label, measured in sitting.rates.items():
         for row in compared(label, measured, variants, max):
-            pairs = zip(measured[row.engine], sitting.peaks[label], strict=False)  # fewer rates where it died
+            peaks_of = [] if label in unknown else sitting.peaks[label]
+            pairs = zip(measured[row.engine], peaks_of, strict=False)  # fewer rates where it died
             shares = [share(shape, sitting.precision, points[label], rate, peaks) for rate, peaks in pairs]
             known = [each for each in shares if each is not None]
             found.append(replace(row, share=statistics.median(known) if known else None))

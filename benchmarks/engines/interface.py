@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 STEP_TOKENS = 4096  # token budget of a step, for every engine alike
+ISA = "HEADWAY_BENCHMARK_ISA"  # in an engine's environment: the instructions that it is restricted to
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ step. The next token is the largest logit, found here by numpy; llama.cpp's own 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from benchmarks.engines.interface import STEP_TOKENS, Settings
+from benchmarks.engines.interface import ISA, STEP_TOKENS, Settings
 
+_MORE_THAN_AVX2 = ("AVX512", "AVX_VNNI", "AMX")
 _ROUND_UP = 256  # llama.cpp pads each sequence's part of the cache to it
 _AT_ONCE = 2048  # tokens that go through the layers together; no slower than the default of 512, and often faster
 
@@ -25,6 +27,12 @@ class LlamaCpp:
         self._lib: Any = llama_cpp.llama_cpp
         self.version = llama_cpp.__version__
         self._lib.llama_backend_init()
+        built_for = self._lib.llama_print_system_info().decode()
+        present = [each.strip() for each in built_for.split("|") if each.strip().endswith("= 1")]
+        if os.environ.get(ISA) == "avx2" and any(name.startswith(_MORE_THAN_AVX2) for name in present):
+            raise RuntimeError(
+                f"this llama.cpp is not built for AVX2 alone but for {built_for}; see benchmarks/README.md"
+            )
         self._model = self._lib.llama_model_load_from_file(
             settings.model.encode(), self._lib.llama_model_default_params()
         )

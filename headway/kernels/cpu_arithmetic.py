@@ -73,6 +73,8 @@ PANEL = PANEL_VECTORS * LANES
 # The most tokens of a tile. Where vectors are not wide, sixteen registers of 32 bytes (on ARM, 32 of 16) hold the sums
 # of five tokens and sixteen rows, and what is multiplied; more would be put aside in memory at every word.
 TILE_TOKENS = 6 if _WIDE else 5
+# The most tokens that go through a panel in one pass, which reads memory straight through.
+MOST_STRAIGHT = TILE_TOKENS if _WIDE else 1
 
 
 def tile_vectors(tokens: int, kind: Any) -> int:

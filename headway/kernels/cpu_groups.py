@@ -34,6 +34,7 @@ from headway.kernels.cpu_arithmetic import (
     FLOAT8,
     GROUPS4,
     GROUPS8,
+    MOST_STRAIGHT,
     NORMAL4,
     PANEL,
     TILE_TOKENS,
@@ -308,7 +309,7 @@ def multiply_grouped(kind, tokens, x, x_stride, packed, groups, block, group_byt
         for index_ in range(passes):
             token = index_ * tokens // passes
             together = (index_ + 1) * tokens // passes - token
-            ahead = block * group_bytes if passes > 1 and index_ < PASSES_AHEAD else 0
+            ahead = block * group_bytes if tokens > MOST_STRAIGHT and index_ < PASSES_AHEAD else 0
             multiply_groups(
                 kind, together, inputs + token * x_stride, x_stride, at, count, totals + token * PANEL * 4,
                 scales + token * stride + first * 8, stride, ahead, group_bytes, slices, first, shift, row_scales,

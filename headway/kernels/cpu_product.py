@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, PANEL, TILE_TOKENS, WIDENED, arithmetic_of
+from headway.kernels.cpu_arithmetic import (
+    GROUPED,
+    INT4,
+    INT8,
+    MOST_STRAIGHT,
+    PANEL,
+    TILE_TOKENS,
+    WIDENED,
+    arithmetic_of,
+)
 from headway.kernels.cpu_compile import compiled, give_back, take_memory
 from headway.kernels.cpu_expert_plan import item_of, pieces_of, row_of
 from headway.kernels.cpu_groups import HEADER_BYTES, PASSES_AHEAD, multiply_grouped
@@ -125,7 +134,7 @@ def multiply(
 
     Where `unpacked` is not 0, each block is put there first, as what its weights are multiplied as.
     """
-    fetches = tokens > TILE_TOKENS
+    fetches = tokens > MOST_STRAIGHT
     for i in range(tokens * PANEL):
         store(totals, i, _ZERO, FLOAT32)
     for number in range((words + block - 1) // block):

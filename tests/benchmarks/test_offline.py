@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ import pytest
 from benchmarks import exports, machine, offline, sitting, start
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.engines import worker
+from benchmarks.engines.interface import ISA, Settings
+from benchmarks.engines.llama_cpp import LlamaCpp
+from benchmarks.engines.openvino import _properties
 from benchmarks.points import Point, decode, held, prefill
 from benchmarks.processes import ROOT, Child, finish, running
 from headway.models.config import ModelConfig
@@ -100,6 +104,9 @@ def test_prompts_differ_within_a_batch_and_between_rounds_but_not_between_engine
         (["--points", "--rounds", "1"], "nothing to measure; give --points, --contexts or --start"),
         (["--no-headway"], "nothing to measure; name a --peer"),
         (["--old", "/nowhere"], "'/nowhere' is not a checkout of Headway"),
+        (["--isa", "sse"], "invalid choice: 'sse'"),
+        (["--isa", "avx2", "--peer", f"vllm={sys.executable}"], "--isa avx2 cannot restrict vllm"),
+        (["--isa", "avx2", "--llama-simple", "/bin/true"], "--isa avx2 cannot check what --llama-simple was built for"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(
@@ -166,6 +173,45 @@ def test_settings_have_room_for_the_largest_point(tmp_path: Path) -> None:
     assert sitting.cache_bytes("qwen2.5-0.5b", [held(8, 16384, 16)], 3) == 8 * (16384 + 256) * 2 * 6144
 
 
+def test_all_engines_are_restricted_and_the_result_says_so() -> None:
+    arguments = offline.parse(["--isa", "avx2", "--peer", f"openvino={sys.executable}", "--old", str(ROOT)])
+    found = offline._entries(arguments, "bf16", variants=False)
+    assert [(entry.label, entry.isa) for entry in found] == [(n, "avx2") for n in ("headway", "openvino", "old")]
+    assert offline._content(sitting.Sitting("tiny", "bf16", [], found))["entries"][1]["isa"] == "avx2"
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    for entry in found:
+        child = Child(entry.label, [sys.executable, "-c", program], variables=entry.variables)
+        child.close()
+        assert child.about["ONEDNN_MAX_CPU_ISA"] == "AVX2" and child.about["NUMBA_CPU_NAME"] == "x86-64-v3"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "refused"), [("CPU : AVX2 = 1 | FMA = 1 | ", False), ("CPU : AVX2 = 1 | AVX512_BF16 = 1 | ", True)]
+)
+def test_a_llama_cpp_that_is_built_for_more_is_not_measured(
+    built_for: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is built for AVX2 alone goes on to the model, which is not there."""
+    library = SimpleNamespace(
+        llama_backend_init=lambda: None,
+        llama_print_system_info=built_for.encode,
+        llama_model_default_params=lambda: None,
+        llama_model_load_from_file=lambda *_: None,
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_cpp=library, __version__="0"))
+    monkeypatch.setenv(ISA, "avx2")
+    with pytest.raises(RuntimeError, match="not built for AVX2 alone" if refused else "cannot read"):
+        LlamaCpp(Settings("/no/such.gguf", "bf16", 1, 16, 1, 1 << 20))
+
+
+def test_openvino_computes_as_on_a_processor_of_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("/model", "bf16", 1, 16, 1, 1 << 20)
+    monkeypatch.setenv(ISA, "avx2")
+    assert _properties(settings)["INFERENCE_PRECISION_HINT"] == "f32"
+    monkeypatch.delenv(ISA)
+    assert _properties(settings)["INFERENCE_PRECISION_HINT"] == "bf16"
+
+
 def test_a_point_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sitting, "_available_bytes", lambda: 10**9)
     entry = sitting.entries("bf16", [], headway=True, variants=False)
@@ -216,7 +262,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def command(entry: sitting.Entry, *_: object) -> list[str]:
         return [sys.executable, "-c", _SCRIPTED, str(lives.get(entry.label, 99))]
 
-    def run(name: str, asked: list[str], root: Path = ROOT) -> AbstractContextManager[Child]:
+    def run(name: str, asked: list[str], root: Path = ROOT, *_: object) -> AbstractContextManager[Child]:
         measures = name == "the machine"  # which it would import torch for
         return running(name, [sys.executable, "-c", _SCRIPTED, "99"] if measures else asked, root)
 

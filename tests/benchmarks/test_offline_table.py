@@ -62,6 +62,16 @@ def test_alone_there_is_no_best_peer() -> None:
     assert mine.best is None and mine.ratio is None
 
 
+def test_of_some_instructions_the_peak_of_products_is_not_known() -> None:
+    engines = [Entry("headway", "headway", "python", isa="avx2")]
+    sitting = Sitting("qwen2.5-0.5b", "bf16", [prefill(1, 512), decode(1, 128, 64)], engines)
+    for point in sitting.points:
+        sitting.add(point, "headway", 40.0)
+        sitting.peaks[point.label] = [PEAKS]
+    prefilled, decoded = tables.rows(sitting)
+    assert prefilled.share is None and decoded.share is not None
+
+
 def test_shares_go_with_the_peaks_of_their_round() -> None:
     point = prefill(1, 512)
     engines = [Entry("headway", "headway", "python"), Entry("openvino", "openvino", "python")]

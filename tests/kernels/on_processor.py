@@ -23,6 +23,14 @@ def pretend(features: str) -> None:
     cpu_simd.cpu_features = lambda: present  # type: ignore[assignment]
 
 
+def check_passes() -> None:
+    """Up to MOST_STRAIGHT tokens read a panel straight through; more go through it again, and fetch ahead."""
+    from headway.kernels.cpu_arithmetic import FLOAT32, MOST_STRAIGHT, PANEL_VECTORS, TILE_TOKENS, tile_vectors
+
+    assert tile_vectors(MOST_STRAIGHT, FLOAT32) == PANEL_VECTORS
+    assert MOST_STRAIGHT == TILE_TOKENS or tile_vectors(MOST_STRAIGHT + 1, FLOAT32) < PANEL_VECTORS
+
+
 def check_products(dtype: torch.dtype, quantization: str) -> None:
     """Of 1 to 9 tokens, with rows and inputs that are not whole panels and words."""
     from headway.kernels.cpu import CpuKernels
@@ -85,6 +93,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         pretend(sys.argv[1])
     torch.set_num_threads(1)
+    check_passes()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_products(dtype, "none")
     for quantization in ("int8", "int8-weight-only", "int4"):
