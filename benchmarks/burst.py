@@ -54,7 +54,7 @@ def serve() -> None:
     from headway.cli import main
     from headway.engine.client import EngineClient
     from headway.engine.messages import EngineOutputs
-    from headway.server.edge import Connection
+    from headway.server.connection import Connection
     from headway.server.streaming import EventWriter
 
     made: list[int] = []

@@ -20,7 +20,7 @@ from uvicorn.config import LOGGING_CONFIG
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.messages import Ready
 from headway.server.app import create_app
-from headway.server.edge import Connection
+from headway.server.connection import Connection
 from headway.server.encoder import share_cores
 from headway.server.listening import StartupError
 from headway.server.service import Service

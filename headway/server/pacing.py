@@ -42,6 +42,10 @@ class Pace:
         self._left -= 1
         return True
 
+    def fill(self) -> None:
+        """Leave no place in this turn: a piece of work has taken longer than most."""
+        self._left = 0
+
     def later(self) -> asyncio.Future[None]:
         """A place in a later turn. The future is done when that turn has come."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()

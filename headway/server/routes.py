@@ -22,7 +22,7 @@ from headway.server.answers import Answer
 from headway.server.chat import ChatAnswer
 from headway.server.classes import Terms
 from headway.server.completions import CompletionAnswer
-from headway.server.edge import ARRIVED
+from headway.server.connection import ARRIVED
 from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE

@@ -21,7 +21,7 @@ from headway.pooling import cosine, floats, judged_text, pairs, relevance
 from headway.server import responses
 from headway.server.answers import in_one_piece
 from headway.server.classes import Terms
-from headway.server.edge import ARRIVED
+from headway.server.connection import ARRIVED
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.prompts import CHARS_OF_A_TURN, as_list, completion_prompts, most_tokens, truncated

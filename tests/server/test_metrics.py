@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headway.engine.messages import EngineStats
 from headway.policy.service_class import BUILT_IN
-from headway.server.edge import Connection
+from headway.server.connection import Connection
 from headway.server.metrics import SECONDS, Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually

@@ -1,0 +1,112 @@
+"""What comes before a request's body: its limits, and the errors for what is no request that is spoken here."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import httptools
+
+from headway.server.errors import ApiError
+
+MAX_ID_LENGTH = 128
+MAX_TARGET = 8 * 2**10
+MAX_HEAD = 64 * 2**10
+MAX_HEADERS = 100
+_UNKNOWN_METHOD = re.compile(rb"[A-Za-z][!-~]{0,31} [!-~]")
+_TLS_HELLO = b"\x16\x03"
+
+
+def request_id(given: bytes) -> str:
+    """A request's id: the one that the client gives, or a new one where that is none to repeat."""
+    text = given.decode("latin-1")
+    return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else uuid.uuid4().hex
+
+
+def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError where the headers ask for something that is not spoken here, or can be read in two ways."""
+    if version not in ("1.1", "1.0"):
+        raise unknown_version(f"HTTP/{version}")
+    if method == b"CONNECT":
+        raise unknown_method(method)
+    hosts = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            if version == "1.0":
+                raise malformed("HTTP/1.0 has no Transfer-Encoding")
+            if value.lower() != b"chunked":
+                raise ApiError(
+                    501,
+                    f"Transfer-Encoding is {_shown(value)}; only chunked is supported",
+                    code="unsupported_transfer_encoding",
+                )
+        elif name == b"content-encoding" and value.lower() not in (b"identity", b""):
+            raise ApiError(
+                415,
+                f"Content-Encoding is {_shown(value)}; send the body as it is, without compression",
+                code="unsupported_content_encoding",
+                headers={"accept-encoding": "identity"},
+            )
+        elif name == b"expect" and value.lower() != b"100-continue":
+            raise ApiError(417, f"Expect is {_shown(value)}; only 100-continue is supported", code="expectation_failed")
+    if hosts > 1 or (not hosts and version == "1.1"):
+        raise malformed(f"the request has {hosts or 'no'} Host headers; it needs one")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:60].decode("latin-1"))
+
+
+def malformed(reason: str) -> ApiError:
+    """400."""
+    return ApiError(400, reason, code="malformed_request")
+
+
+def unknown_method(method: bytes) -> ApiError:
+    """501."""
+    return ApiError(501, f"the method {_shown(method)} is not supported", code="method_not_supported")
+
+
+def unknown_version(version: str) -> ApiError:
+    """505."""
+    return ApiError(
+        505, f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported", code="http_version_not_supported"
+    )
+
+
+def too_long() -> ApiError:
+    """The target is."""
+    return ApiError(
+        414,
+        f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body",
+        code="target_too_long",
+    )
+
+
+def too_much(is_body: bool) -> ApiError:
+    """What is not the body itself is too much: the headers, or what is around the body's chunks."""
+    if is_body:
+        return malformed("what is around the chunks of the body is longer than the body, and than 64 KiB")
+    return ApiError(
+        431,
+        f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD // 2**10} KiB of them",
+        code="headers_too_large",
+    )
+
+
+def unparsable(error: httptools.HttpParserError, data: bytes) -> ApiError:
+    """What is wrong with bytes that the parser does not take.
+
+    Args:
+        data: those in which it found the error.
+    """
+    if str(error) == "Invalid HTTP version":
+        return unknown_version("another version")
+    if isinstance(error, httptools.HttpParserInvalidMethodError):
+        if data.startswith(_TLS_HELLO):
+            return malformed("this port speaks HTTP, not HTTPS")
+        if _UNKNOWN_METHOD.match(data):
+            return unknown_method(data.partition(b" ")[0])
+    return malformed(f"this is no HTTP request: {error}")
