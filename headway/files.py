@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def _of_user(variable: str, name: str) -> Path:
         except RuntimeError:  # as in a container, under the id of no user
             base = Path("/nonexistent") / name
     return base / "headway"
+
+
+def not_a_file(path: Path) -> str | None:
+    """What a path is instead, to be said after its name: "a named pipe, not a file"; None where it is a file.
+
+    Opening another kind may wait for ever, and reading it may never end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"a link to {path.readlink()}, which does not exist" if path.is_symlink() else "not found"
+    except OSError as error:  # such as a circle of links
+        return f"cannot be read ({error.strerror})"
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+    return None if stat.S_ISREG(mode) else f"a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file"
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:

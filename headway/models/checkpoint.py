@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headway.files import not_a_file
 from headway.kernels.weights import Weight
 from headway.models.config import ModelConfig, ModelError, read_json
 from headway.models.families import OTHER_PARTS, WITHIN, Traits
@@ -256,8 +258,8 @@ class Checkpoint:
         if (folder / INDEX_FILE).is_file():
             return _files_of_index(folder, expected)
         path = folder / SINGLE_FILE
-        if not path.is_file():
-            raise ModelError(_no_weights(folder))
+        if problem := not_a_file(path):
+            raise ModelError(f"{path}: {problem}" if os.path.lexists(path) else _no_weights(folder))
         return dict.fromkeys(expected, path)
 
     def _open(self, path: Path) -> Any:
@@ -327,8 +329,8 @@ def _files_of_index(folder: Path, expected: Shapes) -> dict[str, Path]:
             raise ModelError(f"{index}: tensor {name} is said to be in {file_name!r}, which is not a file name")
         files[name] = folder / file_name
     for path in sorted(set(files.values())):
-        if not path.is_file():
-            raise ModelError(f"{path}: not found, but {INDEX_FILE} names it; download the missing shard")
+        if problem := not_a_file(path):
+            raise ModelError(f"{path}: {problem}, but {INDEX_FILE} names it; download the missing shard")
     return files
 
 

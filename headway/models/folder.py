@@ -9,11 +9,13 @@ from pathlib import Path
 
 from headway.bundled import bundled_folder
 from headway.cost.values import ModelError
+from headway.files import not_a_file
 from headway.models.gguf_config import folder_of, gguf_file, gguf_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 TAG = re.compile(r"[A-Za-z]+\d[\w]*")  # as Q4_K_M, F16, MXFP4
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_READ = (".json", ".jinja", ".safetensors", ".gguf", ".model")  # files of a folder that may be read
 HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
@@ -23,19 +25,21 @@ def resolve_model(name_or_path: str) -> Path:
     Of several GGUF models in a folder or a hub's repository, `NAME:Q4_K_M` is the one with that in its file's name.
 
     Raises:
-        ModelError: no such folder, or the hub cannot give it.
+        ModelError: no such folder, the hub cannot give it, or what should be a file is none.
     """
     path = Path(name_or_path).expanduser()
     if name_or_path and path.is_dir():
         return _folder(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf":
+        if problem := not_a_file(path):
+            raise ModelError(f"{name_or_path}: {problem}")
         return folder_of(path)
-    if path.suffix == ".gguf" and not path.exists():
-        raise ModelError(f"{name_or_path}: no such file")
     if (bundled := bundled_folder(name_or_path)) is not None:
         if not bundled.is_dir():
             raise ModelError(f"{name_or_path}: the bundled model is missing from this installation ({bundled})")
         return bundled
+    if name_or_path and path.is_symlink() and not path.exists():
+        raise ModelError(f"{name_or_path}: {not_a_file(path)}")
     if name_or_path and path.exists():
         raise ModelError(f"{name_or_path}: is a file; give the folder that holds config.json, or a .gguf file")
     base, _, tag = name_or_path.rpartition(":")
@@ -45,11 +49,20 @@ def resolve_model(name_or_path: str) -> Path:
         return folder_of(gguf_file(folder if folder.is_dir() else _download(base, sorted(spellings)), tag))
     if not HUB_ID.fullmatch(name_or_path):
         raise ModelError(f"{name_or_path!r}: no such folder; give a model folder or a Hugging Face id like owner/name")
-    return _download(name_or_path)
+    return _checked(_download(name_or_path))
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, if what it has under the names of files are files. Raises ModelError."""
+    for path in sorted(each for each in folder.iterdir() if each.suffix in _READ):
+        if problem := not_a_file(path):
+            raise ModelError(f"{path}: {problem}; a model folder needs the file itself")
+    return folder
 
 
 def _folder(path: Path) -> Path:
     """The folder itself, or that of the GGUF model in it, where what goes with it is not there."""
+    _checked(path)
     is_whole = all((path / name).is_file() for name in ("config.json", "tokenizer.json"))
     files = [] if is_whole else gguf_files(path)
     return folder_of(files[0]) if files else path

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.cost.values import ModelError
+from headway.files import not_a_file
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 # Types of tensors: by their number, the name, and inputs and bytes of a block.
@@ -102,8 +103,8 @@ def parts_of(path: Path) -> list[Path]:
     paths = []
     for number in range(1, count + 1):
         paths.append(path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf"))
-        if not paths[-1].is_file():
-            raise ModelError(f"{paths[-1]}: not found, but {path.name} is one of {count} parts; download it")
+        if problem := not_a_file(paths[-1]):
+            raise ModelError(f"{paths[-1]}: {problem}, but {path.name} is one of {count} parts; download it")
     return paths
 
 

@@ -150,6 +150,9 @@ class ChatTemplate:
         if override is not None and override in BUILT_IN:
             return cls._built_in(override, tokenizer)
         source = _read_override(override) if override else _find_source(tokenizer)
+        for token in tokenizer.left_out:
+            if source is not None and token in source:
+                raise TextError(f"the chat template writes {token!r}, a token that the model does not have")
         return None if source is None else cls(source, tokenizer.special_tokens)
 
     @classmethod

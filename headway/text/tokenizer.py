@@ -60,6 +60,7 @@ class Tokenizer:
         special_tokens: name, as bos_token, to its text.
         config: tokenizer_config.json; generation_config: generation_config.json, or {}.
         is_byte_level: tokens are byte strings, so text can be decoded byte by byte.
+        left_out: texts of added tokens that the model has no row for. They are read as any other text.
     """
 
     backend: tokenizers.Tokenizer
@@ -71,6 +72,7 @@ class Tokenizer:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     is_byte_level: bool
+    left_out: tuple[str, ...] = ()
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -93,28 +95,28 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = read_json(folder / "tokenizer_config.json", required=False)
-        model_config = read_json(folder / "config.json", required=False)
         generation_config = read_json(folder / "generation_config.json", required=False)
         special_tokens = _special_tokens(folder, config)
+        vocab_size, left_out = _model_vocab_size(folder), dict[str, int]()
+        if vocab_size is not None:
+            backend, left_out = _fitted(backend, described, vocab_size, path)
+            for name, token in special_tokens.items():
+                if token in left_out and name in ("bos_token", "eos_token"):
+                    raise TextError(_beyond(f"{path}: {name} {token!r}", left_out[token], vocab_size))
         added = backend.get_added_tokens_decoder()
-        vocab_size = model_config.get("vocab_size")
-        own = backend.get_vocab_size(with_added_tokens=False)
-        if isinstance(vocab_size, int) and own > vocab_size:
-            raise TextError(
-                f"{path} has {own:,} tokens, but the model has {vocab_size:,}; take the tokenizer of this model"
-            )
         own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_token_ids = stated_eos_ids(folder) | (set() if own_eos is None else {own_eos})
         return cls(
             backend=backend,
             folder=folder,
-            vocab_size=vocab_size if isinstance(vocab_size, int) else backend.get_vocab_size(),
+            vocab_size=backend.get_vocab_size() if vocab_size is None else vocab_size,
             eos_token_ids=sorted(eos_token_ids),
             special_tokens=special_tokens,
             special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
             config=config,
             generation_config=generation_config,
             is_byte_level=(described.get("decoder") or {}).get("type") == "ByteLevel",
+            left_out=tuple(left_out),
         )
 
     @property
@@ -217,17 +219,69 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
+def _model_vocab_size(folder: Path) -> int | None:
+    """As config.json says; of the part that reads text, where the model has others."""
+    stated = read_json(folder / "config.json", required=False)
+    text = stated.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, stated):
+        if isinstance(size := part.get("vocab_size"), int) and not isinstance(size, bool):
+            return size
+    return None
+
+
+def _fitted(
+    backend: tokenizers.Tokenizer, described: dict[str, Any], vocab_size: int, path: Path
+) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    """The tokenizer without added tokens that the model has no row for, as the one of images in Gemma 3 1B.
+
+    A text that has one would make the engine look behind the embedding.
+
+    Returns:
+        That tokenizer, and the ids of those tokens by their texts.
+
+    Raises:
+        TextError: tokens that are needed are beyond the model's.
+    """
+    vocab = described["model"].get("vocab")
+    largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab or ()) - 1
+    if largest >= vocab_size:
+        raise TextError(
+            f"{path} has {largest + 1:,} tokens, but the model has {vocab_size:,}; take the tokenizer of this model"
+        )
+    added = backend.get_added_tokens_decoder()
+    beyond = {token.content: number for number, token in added.items() if number >= vocab_size}
+    if beyond:
+        kept = [token for token in described["added_tokens"] if token["content"] not in beyond]
+        backend = tokenizers.Tokenizer.from_str(json.dumps({**described, "added_tokens": kept}))
+        backend.no_truncation()
+        backend.no_padding()
+        for token, number in zip((around := backend.encode("a")).tokens, around.ids, strict=True):
+            if number >= vocab_size:
+                raise TextError(_beyond(f"{path}: {token!r}, which goes around each text,", number, vocab_size))
+    return backend, beyond
+
+
+def _beyond(what: str, number: int, vocab_size: int) -> str:
+    return f"{what} has the id {number}, but the model has {vocab_size:,} tokens; take the tokenizer of this model"
+
+
 def stated_eos_ids(folder: Path) -> set[int]:
     """The ids that end a text, as generation_config.json says, or else config.json.
 
+    Of several, those that the model does not have are left out.
+
     Raises:
-        TextError: naming the file in which they are not ids.
+        TextError: naming the file in which they are not ids, or the model has none of them.
     """
+    vocab_size = _model_vocab_size(folder)
     for name in ("generation_config.json", "config.json"):
         stated = read_json(folder / name, required=False).get("eos_token_id")
         ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
         if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
             raise TextError(f"{folder / name}: eos_token_id is {stated!r}; it must be a token id or a list of them")
-        if known := {token_id for token_id in ids if token_id >= 0}:
+        if known := {each for each in ids if each >= 0 and (vocab_size is None or each < vocab_size)}:
             return known
+        if ids:
+            has = "ids are never negative" if vocab_size is None else f"the model has the ids 0 to {vocab_size - 1}"
+            raise TextError(f"{folder / name}: eos_token_id is {str(stated)[:60]}, but {has}; answers would not end")
     return set()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from typer.testing import CliRunner
 
 from headway.cli import app
@@ -20,7 +24,8 @@ from headway.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from headway.models.config import ModelError
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
-from headway.text.tokenizer import TextError
+from headway.text.chat_template import ChatTemplate
+from headway.text.tokenizer import TextError, stated_eos_ids
 from headway.text.tokenizer import Tokenizer as TextTokenizer
 from tests.models import gguf_files, tiny
 from tests.models.test_grouped_checkpoints import FORMATS
@@ -129,7 +134,43 @@ def test_a_link_to_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     names = load_file(tmp_path / "away")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, file.name)}))
     file.symlink_to(tmp_path / "gone")
-    assert f"{file}: not found, but {INDEX_FILE} names it; download the missing shard" in message_of(tmp_path)
+    says = f"{file}: a link to {tmp_path / 'gone'}, which does not exist"
+    assert f"{says}, but {INDEX_FILE} names it; download the missing shard" in message_of(tmp_path)
+    with pytest.raises(ModelError, match=f"^{re.escape(says)}; a model folder needs the file itself$"):
+        resolve_model(str(tmp_path))
+    file.unlink()
+    assert f"{file}: not found, but {INDEX_FILE} names it" in message_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", [SINGLE_FILE, "config.json", "model.gguf", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a socket", "a device", "a circle"])
+def test_what_is_no_file_is_named_at_once(name: str, kind: str, tmp_path: Path) -> None:
+    """Opening a pipe would wait for who writes into it."""
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listener:  # for a socket's name
+        path = Path(short, name)
+        if kind == "a named pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        elif kind == "a socket":
+            listener.bind(str(path))
+        else:
+            path.symlink_to("/dev/zero" if kind == "a device" else path)
+        says = f"^{re.escape(str(path))}: " + ("cannot be read" if kind == "a circle" else f"{kind}, not a file")
+        with pytest.raises(ModelError, match=says):
+            resolve_model(short)
+        if path.suffix == ".gguf" and kind != "a folder":
+            with pytest.raises(ModelError, match=says):
+                resolve_model(str(path))
+
+
+def test_a_command_line_of_weights_that_are_a_pipe_ends(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    (tmp_path / SINGLE_FILE).unlink()
+    os.mkfifo(tmp_path / SINGLE_FILE)
+    ended = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
+    assert ended.exit_code == 2
+    assert ended.stderr.count("\n") == 1 and f"{tmp_path / SINGLE_FILE}: a named pipe, not a file" in ended.stderr
 
 
 def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
@@ -197,10 +238,49 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     backend.add_special_tokens(["<image>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    assert TextTokenizer.load(tmp_path).vocab_size == 100
+    loaded = TextTokenizer.load(tmp_path)
+    assert loaded.vocab_size == 100 and loaded.left_out == ("<image>",)
+    assert max(loaded.encode("t1 <image> t2")) < 100, "the engine would look behind the embedding"
+    assert ChatTemplate.load(loaded, "{{ messages[0].content }}") is not None
+    with pytest.raises(TextError, match="the chat template writes '<image>', a token that the model does not have"):
+        ChatTemplate.load(loaded, "<image>{{ messages[0].content }}")
+    for name in ("bos_token", "eos_token"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "<image>"}))
+        with pytest.raises(TextError, match=rf"{name} '<image>' has the id 100, but the model has 100 tokens"):
+            TextTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    around = processors.TemplateProcessing(single="<image> $A", special_tokens=[("<image>", 100)])
+    backend.post_processor = around
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TextError, match="'<image>', which goes around each text, has the id 100"):
+        TextTokenizer.load(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 99}')
     with pytest.raises(TextError, match=r"has 100 tokens, but the model has 99; take the tokenizer of this model"):
         TextTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("size", ['"vocab_size": 100', '"text_config": {"vocab_size": 100}'])
+def test_a_token_far_behind_the_others_is_refused(size: str, tmp_path: Path) -> None:
+    """Their number alone would fit."""
+    Tokenizer(models.WordLevel({"t0": 0, "t1": 100}, unk_token="t0")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{" + size + "}")
+    with pytest.raises(TextError, match="has 101 tokens, but the model has 100"):
+        TextTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("stated", [10**9, -1, [100, 10**9], [-1, -2]])
+def test_ends_that_the_model_cannot_write_are_refused(name: str, stated: int | list[int], tmp_path: Path) -> None:
+    """Answers would go on to the end of the context."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    content = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
+    (tmp_path / name).write_text(json.dumps(content | {"eos_token_id": stated}))
+    with pytest.raises(TextError) as refused:
+        stated_eos_ids(tmp_path)
+    says = f"{tmp_path / name}: eos_token_id is {stated}, but the model has the ids 0 to 99; answers would not end"
+    assert str(refused.value) == says
+    (tmp_path / name).write_text(json.dumps(content | {"eos_token_id": [2, 10**9, -1]}))
+    assert stated_eos_ids(tmp_path) == {2}, "as an answer can end"
 
 
 def test_a_tokenizer_of_another_form_is_named(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(ModelError, match=r"models/none\.gguf: no such file"):
+    with pytest.raises(ModelError, match=r"models/none\.gguf: not found"):
         resolve_model("models/none.gguf")
 
 
