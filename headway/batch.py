@@ -128,7 +128,7 @@ async def server_at(
     async def ask(method: str, path: str, body: bytes) -> Reply:
         reply = asker.Reply()
         await client.exchange(client.head(method, path, endpoint.all_headers()), body, reply, TIMEOUT_S)
-        return Reply(reply.status, _decoded(reply.response_headers), reply.bytes)
+        return Reply(reply.status, _decoded(reply.response_headers), reply.raw)
 
     async def post(path: str, body: bytes, tenant: str) -> Reply:
         nonlocal said

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
+_MOST_BYTES = 16 << 20  # of an answer, or a line of a stream
 NOT_UTF8 = "the text is not UTF-8; convert it first, for example with iconv"
 SHORTEST_S = 1e-3  # between the first and the last token: below it they came at once, and there is no rate
 
@@ -89,7 +90,7 @@ class Conversation:
     def models(self) -> list[dict[str, Any]]:
         """The cards of the served models."""
         with self._open("/v1/models") as answer:
-            found = json.loads(answer.read()).get("data")
+            found = json.loads(answer.read(_MOST_BYTES)).get("data")
         return [each for each in found if isinstance(each, dict) and "id" in each] if isinstance(found, list) else []
 
     def ask(self, text: str) -> Iterator[str]:
@@ -147,7 +148,7 @@ class Conversation:
 def _events(stream: Any) -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events. Raises ChatError where it ends before its end."""
     try:
-        for line in stream:
+        while line := stream.readline(_MOST_BYTES):
             text = line.decode(errors="replace").strip()
             if not text.startswith("data:"):
                 continue
@@ -161,7 +162,7 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     try:
-        said = json.loads(error.read())["error"]
+        said = json.loads(error.read(_MOST_BYTES))["error"]
         return f"{error.code}: {said['message'] if isinstance(said, dict) else said}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"

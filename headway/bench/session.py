@@ -184,7 +184,7 @@ class _Surroundings:
         if self._asker is None:
             return ""
         reply = await self._asker.look("GET", "/metrics")
-        return reply.bytes.decode(errors="replace") if reply.status == 200 else ""
+        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
 
 
 @contextlib.asynccontextmanager

@@ -66,7 +66,8 @@ async def test_what_a_run_keeps(scripted: ScriptedServer, monkeypatch: pytest.Mo
     async def look(asker: Asker, method: str, route: str) -> Reply:
         assert (method, route) == ("GET", "/metrics")
         reply = Reply()
-        reply.status, reply.bytes = 200, next(texts).encode()
+        reply.status = 200
+        reply.body(next(texts).encode(), 1)
         return reply
 
     def metrics(before: str, after: str, gauges: list[tuple[float, object]]) -> dict[str, int]:

@@ -21,29 +21,36 @@ from headway.bench.record import Failure, FailureKind, RequestRecord
 ASK_TIMEOUT_S = 120.0
 LOOK_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.5
+MAX_REPLY_BYTES = 64 * 2**20  # more than the longest list of tokens, or page of metrics
 _NOT_READY_STATUSES = frozenset({502, 503, 504})
 _NOT_READY_KINDS = frozenset({FailureKind.CONNECT, FailureKind.CUT})
 
 
 class Reply(Receiver):
-    """A response in one piece, whose times do not matter."""
+    """A response in one piece, whose times do not matter. One without an end raises RequestFailed."""
 
     def __init__(self) -> None:
         super().__init__(RequestRecord(0))
-        self.bytes = b""
+        self._received = bytearray()
+
+    @property
+    def raw(self) -> bytes:
+        return bytes(self._received)
 
     def body(self, data: bytes, now_ns: int) -> None:
-        self.bytes += data
+        self._received += data
+        if len(self._received) > MAX_REPLY_BYTES:
+            raise RequestFailed(FailureKind.MALFORMED, f"the answer has more than {MAX_REPLY_BYTES:,} bytes")
 
     @property
     def failure(self) -> Failure | None:
-        return None if self.status == 200 else failure_of_status(self.status, self.response_headers, self.bytes)
+        return None if self.status == 200 else failure_of_status(self.status, self.response_headers, self.raw)
 
     @property
     def content(self) -> dict[str, Any]:
         """The JSON object that it holds; empty when it holds none."""
         try:
-            content = msgspec.json.decode(self.bytes)
+            content = msgspec.json.decode(self.raw)
         except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}

@@ -18,7 +18,8 @@ import httptools
 from headway.bench.client.failures import RequestFailed
 from headway.bench.record import FailureKind, RequestRecord
 
-MAX_HEADER_BYTES = 256 * 1024
+MAX_HEADER_BYTES = 256 * 1024  # also of what frames a body, between two pieces of it
+MAX_BODY_BYTES = 512 * 2**20  # of one response
 LINGER_S = 0.05  # for the end of a response of which all that was wanted has come
 READ_BYTES = 64 * 1024
 _now = time.monotonic_ns
@@ -65,7 +66,8 @@ class Connection(asyncio.BufferedProtocol):
         self._receiver: Receiver | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._header_bytes = 0
+        self._unread_bytes = 0  # that came since the last piece of a body
+        self._body_bytes = 0
         self._now_ns = 0
         self._headers_complete = False
         self._ends_with_connection = False
@@ -81,6 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receiver = receiver
         self._done = done = self._inbox.loop.create_future()
         self.response_began = False
+        self._unread_bytes = self._body_bytes = 0
         self._reset_message()
         self._transport.write(request)
         return done
@@ -144,6 +147,10 @@ class Connection(asyncio.BufferedProtocol):
             return self.close()  # a word nobody asked for, or the rest of a response that failed
         self.response_began = True
         self._now_ns = now_ns
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_HEADER_BYTES + READ_BYTES:  # a last piece may be behind it
+            where = "of the body's framing" if self._headers_complete else "of headers"
+            return self.fail(FailureKind.MALFORMED, f"more than {MAX_HEADER_BYTES:,} bytes {where}")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -159,10 +166,8 @@ class Connection(asyncio.BufferedProtocol):
     # --- what the parser calls ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise RequestFailed(FailureKind.MALFORMED, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        self._headers[name.lower()] = value
+        if not self._headers_complete:  # else it is a trailer
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -175,6 +180,10 @@ class Connection(asyncio.BufferedProtocol):
             self._receiver.headers(status, headers, self._now_ns)
 
     def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_BODY_BYTES:
+            raise RequestFailed(FailureKind.MALFORMED, f"the response has more than {MAX_BODY_BYTES:,} bytes")
         if self._receiver is not None:
             self._receiver.body(body, self._now_ns)
 
@@ -195,7 +204,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _reset_message(self) -> None:
         self._headers = {}
-        self._header_bytes = 0
         self._headers_complete = self._ends_with_connection = False
 
     def _failed_in_callback(self, error: Exception) -> None:

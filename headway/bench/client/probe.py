@@ -30,6 +30,7 @@ _OPTIONS_OF = {
 }
 _BEYOND_OPENAI = ("continuous_usage", "ignore_eos", "cache_salt", "include_timings")
 MAX_NAMES_SHOWN = 8
+_COMPARED, _NAME_CHARS = 1000, 100  # names of models, and how much of one
 COUNTS_AT_ONCE = 8
 NAMES = {"headway": "Headway", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "unknown": "unknown"}
 # Honoured, not only accepted: known of these servers; of others nobody can tell from outside.
@@ -167,9 +168,10 @@ def _chosen(wanted: str | None, cards: list[dict[str, Any]]) -> str:
         if (named := next((str(card["id"]) for card in cards if card.get("root") == wanted), None)) is not None:
             return named  # a server may call a folder by another name
         # Nearest first; sorting keeps the server's order among equals.
-        names.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted.lower(), name.lower()).ratio())
+        near = [name[:_NAME_CHARS] for name in names[:_COMPARED]]
+        near.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted.lower(), name.lower()).ratio())
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        raise BenchError(f"--model is {wanted!r}; the server serves {', '.join(names[:MAX_NAMES_SHOWN])}{more}")
+        raise BenchError(f"--model is {wanted!r}; the server serves {', '.join(near[:MAX_NAMES_SHOWN])}{more}")
     return wanted
 
 
@@ -181,7 +183,7 @@ async def _kind(asker: Asker, cards: list[dict[str, Any]]) -> str:
     props = await asker.look("GET", "/props")
     if props.response_headers.get(b"server") == b"llama.cpp" or "default_generation_settings" in props.content:
         return "llamacpp"
-    metrics = (await asker.look("GET", "/metrics")).bytes
+    metrics = (await asker.look("GET", "/metrics")).raw
     return next((kind for kind in _VERSION_AT if f"\n# TYPE {kind}:".encode() in b"\n" + metrics), "unknown")
 
 
@@ -193,7 +195,7 @@ async def _version_and_length(
     if kind in _VERSION_AT:
         route, key = _VERSION_AT[kind]
         content = (await asker.look("GET", route)).content
-        version = str(content[key]) if key in content else None
+        version = str(content[key])[:_NAME_CHARS] if key in content else None
         settings = content.get("default_generation_settings")
         if length is None and isinstance(settings, dict):
             length = settings.get("n_ctx")
@@ -201,7 +203,7 @@ async def _version_and_length(
 
 
 def _is_metrics(reply: Reply) -> bool:
-    return reply.status == 200 and b"# TYPE " in reply.bytes
+    return reply.status == 200 and b"# TYPE " in reply.raw
 
 
 # --- what it understands ----------------------------------------------------------------------------
@@ -266,7 +268,7 @@ def read_answer(reply: Reply, endpoint: Endpoint, prompt: Prompt) -> tuple[Reque
     answer = receiver(endpoint, record, prompt)
     answer.headers(reply.status, reply.response_headers, 1)
     try:
-        answer.body(reply.bytes, 1)
+        answer.body(reply.raw, 1)
         failure = answer.failure(1)
     except RequestFailed as error:
         failure = error.failure
