@@ -17,8 +17,8 @@ from headway.cost.precision import Format, Precision
 from headway.cost.requests import Limits, RequestShape
 from headway.cost.serving import Served, benchmark, burst, open_loop
 from headway.cost.timing import Deployment
+from headway.planner.engines import find_profile
 from headway.planner.loads import PROMPTS_A_CLIENT
-from headway.planner.resolve import usual_limits
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
@@ -82,16 +82,20 @@ def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
     """Of a closed loop as `headway plan` has it, which does not know how, and how long, somebody measures."""
     found, clients = deployment(row, efficiency_of), int(row.load_value)
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
-    limits = usual_limits(found.hardware, row.engine)
+    limits = find_profile(row.engine).limits(found.hardware)
     served = benchmark(found, load, clients, PROMPTS_A_CLIENT * clients, limits)
     return 1e3 * (served.ttft_p50_s if row.statistic == "median" else served.ttft_s)
 
 
 def _limits(row: Row) -> Limits:
     """As its source says, or else the defaults of its engine's server."""
-    usual, source = usual_limits(find_hardware(row.hardware), row.engine), row.source
-    tokens, sequences = source.max_num_batched_tokens, source.max_num_seqs
-    return Limits(tokens or usual.batched_tokens, sequences or usual.sequences, ahead=source.ahead)
+    usual, source = find_profile(row.engine).limits(find_hardware(row.hardware)), row.source
+    return dataclasses.replace(
+        usual,
+        batched_tokens=source.max_num_batched_tokens or usual.batched_tokens,
+        sequences=source.max_num_seqs or usual.sequences,
+        ahead=source.ahead,
+    )
 
 
 def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> Served:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from headway.policy.step_budget import MIXED, Sharing
+
 
 @cache
 def _random_shares() -> list[float]:
@@ -54,6 +56,8 @@ class Limits:
         prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
             alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
         least_tokens: that the first prompt gets beside decodes whatever they take.
+        sharing: of steps between prompts and decodes.
+        whole_prompts: a prompt that fits in a step waits for one with room for all of it.
         ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
     """
 
@@ -62,6 +66,8 @@ class Limits:
     prefill_stall_s: float = math.inf
     least_tokens: int = 16
     ahead: bool = False
+    sharing: Sharing = MIXED
+    whole_prompts: bool = False
 
 
 USUAL = Limits()

@@ -2,7 +2,8 @@
 
 It stands for continuous batching with chunked prefill (Orca, Yu et al., 2022; Sarathi-Serve, Agrawal et al., 2024): in
 each step every decoding sequence gets one token, and the prompts that wait, first come first served, share what is left
-of the step's budget of tokens. Steps take as long as `Deployment.step` says.
+of the step's budget of tokens. By other rules (`Limits.sharing`) nobody decodes while prompts can be computed. Steps
+take as long as `Deployment.step` says.
 
 A pipeline has a batch on its way for each of its stages. The batches go round in one order, so the longest of them
 holds up all the others: a round takes as long as its way through all stages, or as the slowest stage takes with all
@@ -199,7 +200,7 @@ class _Replica:
         self.now += times * took
         self.busy_s += times * took
         self.stage_s += times * stages_s
-        sequences = sum(chunk.sequences for step in steps for chunk in step.decodes + step.prompts)
+        sequences = sum(len(step.lane.decoding) + sum(chunk.sequences for chunk in step.prompts) for step in steps)
         self.sequence_s += times * took * sequences
         self.prompt_s += times * took if with_prompts else 0.0
         return sum([self._advance(step, times) for step in steps])
@@ -236,15 +237,17 @@ class _Replica:
 
     def _next_step(self, lane: _Lane) -> _Step:
         """Decodes, and chunks of the prompts that wait."""
-        decodes, decoding = lane.decoding.chunks(), len(lane.decoding)
-        budget, room = self._limits.batched_tokens - decoding, self._room - decoding
+        room = self._room - len(lane.decoding)
+        mixed = self._limits.sharing.decodes(with_prompts=bool(lane.waiting) and room > 0)
+        decodes, beside = (lane.decoding.chunks(), len(lane.decoding)) if mixed else ([], 0)
+        budget = self._limits.batched_tokens - beside
         step = _Step(lane, decodes, [], [])
         stall = self._stall_s(decodes)
         least = self._limits.least_tokens
         while lane.waiting and budget > 0 and room > 0:
             request = lane.waiting[0]
             tokens = min(budget, request.left, max(least, self._cost.within(stall, request.done)))
-            if tokens == 0:
+            if tokens == 0 or (self._limits.whole_prompts and tokens < request.left <= self._limits.batched_tokens):
                 break
             last = tokens == request.left
             append_alike(step.prompts, Chunk(tokens, request.done, int(last)))
@@ -269,7 +272,7 @@ class _Replica:
 
     def _advance(self, step: _Step, times: int) -> int:
         before, decoding = len(self.finished), step.lane.decoding
-        for group in decoding.advance(times):
+        for group in decoding.advance(times) if step.decodes else ():
             self.finished += [_Finished(sent, group.first, self.now, group.output) for sent in group.members]
         begun: dict[int, list[float]] = {}
         late_s = self._late_s() if step.firsts else 0.0

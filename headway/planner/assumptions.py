@@ -52,7 +52,7 @@ def _of_model(plan: Plan) -> Iterator[str]:
     if plan.workload.cached:
         yield (
             f"The first {plan.workload.cached:,} tokens of each prompt are already in the prefix cache, the same for "
-            "all requests: memory holds them once."
+            "all requests: memory holds them once, and decode steps read them for each sequence."
         )
     if not request.flash_attention:
         yield "Attention writes its score matrix to memory and reads it again (no FlashAttention)."
@@ -68,13 +68,14 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
 
 
 def _of_engine(plan: Plan) -> Iterator[str]:
-    limits, request = plan.limits, plan.request
-    whose = "`headway serve`" if plan.deployment.hardware.measured else "vLLM's server"
+    limits, request, engine = plan.limits, plan.request, plan.engine
     yield (
         f"The engine uses {share_of_memory(plan.settings)}, at most {limits.sequences:,} sequences and "
         f"{limits.batched_tokens:,} tokens in a step, and KV blocks of {request.block_size} tokens: the defaults of "
-        f"{whose} unless an option changes them."
+        f"{engine.name}'s server unless an option changes them."
     )
+    if plan.load != "batch":
+        yield engine.in_words
     if plan.load != "batch" and math.isfinite(limits.prefill_stall_s):
         yield (
             f"Prefill delays running streams by at most {number(limits.prefill_stall_s * 1e3)} ms in a step, or by as "
@@ -87,7 +88,10 @@ def _of_engine(plan: Plan) -> Iterator[str]:
             f"{seconds(plan.deployment.efficiency.token_s)} per token are typical values of servers."
         )
     else:
-        yield (f"Efficiency and overheads are those of {request.engine}, fitted to published measurements.")
+        yield (
+            f"Efficiency and overheads are those of {engine.efficiency}, fitted to published measurements"
+            + (", as nobody has published any of this engine." if engine.is_headway else ".")
+        )
 
 
 def _of_load(plan: Plan) -> Iterator[str]:
@@ -99,7 +103,7 @@ def _of_load(plan: Plan) -> Iterator[str]:
     elif plan.load == "concurrency":
         yield (
             f"{many(int(plan.load_value), 'client')} in a closed loop, with prompts of "
-            f"{many(plan.workload.prompt, 'token')}, whose chunks share steps with decodes."
+            f"{many(plan.workload.prompt, 'token')}."
         )
     else:
         yield (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.cost import catalogue
-from headway.cost.precision import Precision
+from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
 from headway.planner.plan import Plan
 from headway.planner.request import PlanRequest, Speculation
 
@@ -19,6 +19,7 @@ HIT_SHARE = 0.5
 # A draft model has at most this share of the parameters.
 DRAFT_SHARE = 0.25
 _FAMILY = re.compile(r"[a-z-]+\d+")
+_SERVE = "`headway serve`"
 _LOADS = {"batch": ("batch_size", "batch"), "concurrency": ("concurrency", "clients")}
 
 # What a change of quality is to be expected, by format: an assumption, not a prediction.
@@ -78,12 +79,19 @@ def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
 def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
     """In formats with fewer bits; where the hardware does not multiply in one, it is widened on the way."""
     hardware = base.deployment.hardware
+    is_ours = base.engine.is_headway
     now = base.deployment.precision.of_experts if base.quantization == "mxfp4" else base.deployment.precision.linear
     for name in ("fp8", "int8", "int4"):
         native = name in hardware.flops_per_s or name == "int4"
         scheme = name if native else f"{name}-weight-only"
         if Precision.named(quantization=scheme).linear.bits >= now.bits:
             yield f"{name} weights", f"weights have {now.bits} bits already"
+            continue
+        if is_ours and scheme not in ENGINE_QUANTIZATIONS:
+            yield f"{name} weights", f"{_SERVE} does not quantise to {name}; a checkpoint of it may be served"
+            continue
+        if is_ours and base.quantization not in ENGINE_QUANTIZATIONS:
+            yield f"{name} weights", f"{_SERVE} keeps the format of a checkpoint that is quantised, {base.quantization}"
             continue
         how = "" if native else f"; {hardware.key} does not multiply in {name}, so they are widened"
         yield Change(f"{name} weights", "weights", {"quantization": scheme}, _QUALITY[name] + how)
@@ -93,13 +101,22 @@ def _cache(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if base.deployment.precision.kv.bits <= 8:
         yield "fp8 KV cache", f"the cache has {base.deployment.precision.kv.bits} bits already"
         return
-    yield Change("fp8 KV cache", "cache", {"kv_cache_dtype": "fp8"}, "quality: small loss, most in long contexts")
+    loss = "quality: small loss, most in long contexts"
+    if not base.engine.is_headway:
+        yield Change("fp8 KV cache", "cache", {"kv_cache_dtype": "fp8"}, loss)
+        return
+    yield "fp8 KV cache", f"{_SERVE} has no such cache"
+    if base.deployment.hardware.kind == "cpu":
+        yield Change("int8 KV cache", "cache", {"kv_cache_dtype": "int8"}, loss)
 
 
 def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
     names = ("n-gram drafts", "draft model")
     if base.request.speculation is not None:
         yield from ((name, "the plan has speculative decoding already") for name in names)
+        return
+    if base.engine.is_headway:
+        yield from ((name, f"{_SERVE} has no speculative decoding") for name in names)
         return
     lossless = "lossless; the best k for this batch; TTFT stays"
     yield Change(
@@ -147,9 +164,12 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
     yield Change(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
 
 
-def _parallel(base: Plan, which: str, times: int) -> Iterator[Change]:
+def _parallel(base: Plan, which: str, times: int) -> Iterator[Change | tuple[str, str]]:
     """On the devices that are there, where several replicas can merge into one; otherwise on more."""
     size = times * getattr(base.deployment.parallelism, which)
+    if base.engine.is_headway:
+        yield f"{which[0].upper()}P {size}", f"{_SERVE} runs a model on one device"
+        return
     same = base.replicas % times == 0
     devices = base.devices if same else base.devices * times
     settings = {f"{which}_parallel_size": size, "count": devices}

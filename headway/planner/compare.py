@@ -243,7 +243,7 @@ def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, o
 def alike(one: Plan, other: Plan) -> bool:
     """The same engine and hardware architecture."""
     mine, yours = one.deployment.hardware, other.deployment.hardware
-    return one.request.engine == other.request.engine and mine.architecture == yours.architecture
+    return one.engine == other.engine and mine.architecture == yours.architecture
 
 
 def _middle(value: Estimate | float | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.cost.loading import DESERIALIZE_BYTES_PER_S, HOST_LINK_SHARE
+from headway.planner.document_formulas import of_documents
 from headway.planner.formula import Formula, plain
 from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
@@ -19,8 +20,9 @@ def formulas(plan: Plan) -> Iterator[Formula]:
     yield from of_cache(plan)
     yield from of_memory(plan)
     yield from of_ridge(plan)
-    yield from of_step(plan, "prefill", plan.prefill)
-    yield from of_step(plan, "decode step", plan.decode)
+    for name, step in (("prefill", plan.prefill), ("decode step", plan.decode)):
+        yield from of_step(plan, name, step)
+        yield from of_documents(plan, name, step)
     yield of_cache_saved(plan)
     yield from _turning_points(plan)
     if plan.output_tokens_per_s is not None:

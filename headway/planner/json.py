@@ -48,7 +48,7 @@ def _what(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "hardware": plan.hardware_key,
-        "engine": None if plan.deployment.hardware.measured else plan.request.engine,
+        "engine": plan.engine.key,
         "devices": plan.devices,
         "replicas": plan.replicas,
         "tensor_parallel_size": parallelism.tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headway.planner.changes import Change, NotApplicable, changes, flags_of, largest_load, other_hardware
 from headway.planner.make import make_plan
@@ -69,7 +70,10 @@ class Levers:
     @property
     def chain_flags(self) -> str:
         """Of all of the chain together."""
-        return " ".join(lever.flags for lever in self.chain)
+        merged: dict[str, Any] = {}
+        for lever in self.chain:
+            merged |= lever.change.settings
+        return flags_of(merged)
 
 
 def find_levers(
@@ -85,8 +89,12 @@ def find_levers(
     """
     planner = _Planner(on_plan)
     base = planner.plan(request)
+    pinned: dict[str, int] = {}
+    if request.count is None and base.devices > 1:  # as many as it needs; with a change it might be others
+        pinned = {"count": base.devices}
+        base = planner.plan(replace(request, count=base.devices))
     chosen, why = choose_objective(base, objective)
-    search = _Search(planner, base, chosen)
+    search = _Search(planner, base, chosen, pinned)
     levers, left_out = search.all_of(changes(base))
     levers += search.of_load(left_out)
     levers += search.of_hardware(left_out)
@@ -137,7 +145,8 @@ class _Planner:
 class _Search:
     """Tries changes of one plan for one objective."""
 
-    def __init__(self, planner: _Planner, base: Plan, objective: str) -> None:
+    def __init__(self, planner: _Planner, base: Plan, objective: str, pinned: dict[str, int]) -> None:
+        self._pinned = pinned
         self._planner = planner
         self._base = base
         self._objective = objective
@@ -149,9 +158,11 @@ class _Search:
         numbers, old = numbers_of(plan), numbers_of(before)
         if not plan.fits or (plan.problem and not before.problem):
             raise NotApplicable("the model or the load does not fit then")
+        if change.kind == "hardware" and plan.devices != before.devices:
+            raise NotApplicable("the model does not fit on as many devices")
         if _alike(numbers, old):
             raise NotApplicable("changes no figure by more than 0.5 %")
-        settled = {name: getattr(plan.request, name) for name in change.settings}
+        settled = self._pinned | {name: getattr(plan.request, name) for name in change.settings}
         return Lever(
             replace(change, settings=settled),
             flags_of(settled),

@@ -80,6 +80,7 @@ def _plan(
         deployment=deployment,
         replicas=found.replicas,
         devices=found.devices,
+        engine=found.engine,
         lanes=lanes.count,
         workload=workload,
         limits=found.limits,

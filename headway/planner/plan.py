@@ -10,6 +10,7 @@ from headway.cost.requests import Limits, RequestShape
 from headway.cost.serving import Served
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation, Work
+from headway.planner.engines import EngineProfile
 from headway.planner.request import PlanRequest
 
 
@@ -128,6 +129,7 @@ class Plan:
         model: its name as shown.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
+        engine: whose scheduling and efficiency it has.
         lanes: engines that go on beside each other: of each data-parallel group of each replica.
         load: "batch", "concurrency" or "rate", of `load_value`.
         batch: sequences in the decode step that `decode` describes: what was asked for, or as many as run on average
@@ -157,6 +159,7 @@ class Plan:
     deployment: Deployment
     replicas: int
     devices: int
+    engine: EngineProfile
     lanes: int
     workload: RequestShape
     limits: Limits

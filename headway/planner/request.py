@@ -121,7 +121,7 @@ class DeploymentOptions:
     """How a model is run, in a plan as in a simulation. "auto" and None leave the choice to that.
 
     Args:
-        engine: see `cost.catalogue.engines`.
+        engine: see `planner.engines`.
         quantization: see `cost.precision.QUANTIZATIONS`.
     """
 
@@ -147,7 +147,20 @@ class DeploymentOptions:
     network_gb_per_s: Annotated[
         float | None, _deployment("Network bandwidth per device in GB/s. Default: the catalogue's, else 12.5.")
     ] = None
-    engine: Annotated[str, _engine("Inference engine whose measured efficiency is used.")] = "vllm"
+    host_link_gb_per_s: Annotated[
+        float | None,
+        _deployment(
+            "Bandwidth of each device's link to its host, one way, in GB/s: PCIe 4.0 x16 has 31.5, 5.0 has 63. "
+            "Default: the catalogue's."
+        ),
+    ] = None
+    engine: Annotated[
+        str,
+        _engine(
+            "Whose scheduling, defaults and efficiency: vllm, headway, sglang or tensorrt-llm. Default: auto, which is "
+            "headway on a calibrated machine and in simulations, else vllm."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None, _engine("Context length in tokens. Default: the model's.", parse=tokens, metavar="N")
     ] = None
@@ -176,7 +189,11 @@ class PlanOptions(DeploymentOptions):
     ] = None
     tensor_parallel_size: Annotated[
         int | None,
-        _deployment("Tensor parallel size. Default: --count, if the model can be split that way.", common=True),
+        _deployment(
+            "Tensor parallel size. Default: --count, if the model can be split that way; without it, or where that is "
+            "more than one machine, the smallest that fits.",
+            common=True,
+        ),
     ] = None
     pipeline_parallel_size: Annotated[int, _deployment("Pipeline stages.")] = 1
     data_parallel_size: Annotated[
@@ -267,6 +284,8 @@ class PlanRequest(PlanOptions):
         if self.price_per_hour is not None:
             _check_range("price_per_hour", self.price_per_hour, PRICES, "US dollars for a device")
         _check_range("storage_gb_per_s", self.storage_gb_per_s, GB_PER_S, "10^9 bytes a second")
+        if self.host_link_gb_per_s is not None:
+            _check_range("host_link_gb_per_s", self.host_link_gb_per_s, GB_PER_S, "10^9 bytes a second, one way")
         if self.network_gb_per_s is not None:
             _check_range("network_gb_per_s", self.network_gb_per_s, GB_PER_S, "10^9 bytes a second of a device")
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headway.calibration.store import CalibratedMachine, StoreError, folder, load
 from headway.cost import catalogue
-from headway.cost.capacity import Settings
+from headway.cost.capacity import Settings, capacity
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, network_of
 from headway.cost.layers import AttentionSinks, ShapeError
@@ -15,18 +16,15 @@ from headway.cost.precision import QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.requests import Limits
 from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
-from headway.engine.config import DEFAULTS
+from headway.planner.engines import HEADWAY, VLLM, EngineProfile, find_profile
 from headway.planner.models import DTYPES, Model, find_model
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.sizing import CPU_SHARE, DEVICE_SHARE, default_batched_tokens, sampling_bytes
+from headway.policy.sizing import CPU_SHARE, DEVICE_SHARE, sampling_bytes
 
 # Of checkpoints, as this engine keeps them, where its own schemes have the same name or it has no such arithmetic.
 _AS_PACKED = {"int4": "int4-weight-only", "fp8": "fp8-weight-only"}
-LARGE_MEMORY = 70 * 2**30
-# Engines that schedule a step while another one runs: vLLM from 0.14 on, SGLang from 0.4, TensorRT-LLM from 1.0.
-SCHEDULE_AHEAD = ("vllm", "sglang", "tensorrt-llm")
-SGLANG_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # GiB below which a GPU has so many tokens
 MOST_PROMPT_STEPS = 10_000
+MOST_TENSOR_PARALLEL = 64  # that is chosen without a --count; a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ class Resolved:
         prompt_tokens, output_tokens: of a request.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
         replicas: of the deployment, on `devices` devices in all.
+        engine: whose rules and limits these are.
         limits: of the engine of a data-parallel group.
         settings: of the same engine, for its memory.
         machine: the calibrated machine that it is for; None for hardware of the catalogue.
@@ -51,6 +50,7 @@ class Resolved:
     kv_cache_dtype: str
     replicas: int
     devices: int
+    engine: EngineProfile
     limits: Limits
     settings: Settings
     machine: CalibratedMachine | None
@@ -63,24 +63,34 @@ def resolve(request: PlanRequest) -> Resolved:
         hardware, efficiency, machine = find_hardware(request.hardware, request.engine)
         if request.network_gb_per_s is not None:
             hardware = replace(hardware, network=network_of(request.network_gb_per_s))
+        if request.host_link_gb_per_s is not None:
+            hardware = _with_host_link(hardware, request.host_link_gb_per_s)
         dtype = _dtype(request, model, hardware)
         quantization = model.quantization if request.quantization == "auto" else request.quantization
         if request.quantization == "auto" and hardware.measured:  # it is served as it is packed
             quantization = _AS_PACKED.get(quantization, quantization)
         precision = _precision(model, dtype, quantization, request.kv_cache_dtype, hardware)
-        parallelism = _parallelism(request, model.shape, hardware)
         shape = _absorbed(model.shape) if hardware.measured else model.shape
-        deployment = Deployment(shape, precision, hardware, efficiency, parallelism, request.flash_attention)
+        alone = Deployment(shape, precision, hardware, efficiency, flash=request.flash_attention)
+        profile = profile_of(request.engine, hardware)
+        prompt_tokens, output_tokens = _lengths(request, model)
+        limits = _limits(request, profile, hardware, prompt_tokens)
+        settings = _settings(request, model.shape, hardware, limits)
+
+        def fits(spread: Parallelism) -> bool:
+            lengths = prompt_tokens, output_tokens, settings, request.cached_tokens
+            return capacity(replace(alone, parallelism=spread), *lengths).fits
+
+        parallelism = _parallelism(request, model.shape, hardware, fits)
+        deployment = replace(alone, parallelism=parallelism)
     except ValueError as error:
         raise PlanError(str(error)) from None
     _check_flags(request, parallelism)
-    prompt_tokens, output_tokens = _lengths(request, model)
     devices = request.count or parallelism.devices
     if devices % parallelism.devices:
         raise PlanError(
             f"count is {devices}, but one replica takes {parallelism.devices} devices; give a multiple of that"
         )
-    limits = _limits(request, hardware, prompt_tokens)
     return Resolved(
         model=model,
         prompt_tokens=prompt_tokens,
@@ -91,10 +101,17 @@ def resolve(request: PlanRequest) -> Resolved:
         kv_cache_dtype=precision.kv.name,
         replicas=devices // parallelism.devices,
         devices=devices,
+        engine=profile,
         limits=limits,
-        settings=_settings(request, model.shape, hardware, limits),
+        settings=settings,
         machine=machine,
     )
+
+
+def _with_host_link(hardware: Hardware, gb_per_s: float) -> Hardware:
+    if hardware.kind == "cpu":
+        raise PlanError(f"host_link_gb_per_s is {gb_per_s:g}, and {hardware.key} is its own host; leave it out")
+    return replace(hardware, host_bytes_per_s=gb_per_s * 1e9)
 
 
 def _with_sinks(model: Model, request: PlanRequest) -> Model:
@@ -105,14 +122,18 @@ def _with_sinks(model: Model, request: PlanRequest) -> Model:
     return model if sinks is None else replace(model, shape=model.shape.with_attention_sinks(sinks))
 
 
-def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency, CalibratedMachine | None]:
+def profile_of(engine: str, hardware: Hardware) -> EngineProfile:
+    """On a calibrated machine our own where nothing else is asked for. Raises UnknownName."""
+    return find_profile(engine, HEADWAY if hardware.measured else VLLM)
+
+
+def find_hardware(name: str, engine: str = "auto") -> tuple[Hardware, Efficiency, CalibratedMachine | None]:
     """A calibrated machine with what was measured of it, or one of the catalogue with what `engine` reaches of it.
 
     Raises:
         ValueError: no such hardware or engine, or this calibrated machine cannot be read.
     """
-    if engine not in (known := catalogue.engines()):
-        raise PlanError(f"engine {engine!r} is not known; known are {', '.join(known)}")
+    fitted_to = find_profile(engine).efficiency
     machines = calibrated(name)
     try:
         hardware = catalogue.find_hardware(name, [each.hardware for each in machines])
@@ -122,7 +143,7 @@ def find_hardware(name: str, engine: str = "vllm") -> tuple[Hardware, Efficiency
     for machine in machines:
         if machine.hardware is hardware:
             return hardware, machine.efficiency, machine
-    return hardware, catalogue.efficiency(hardware, engine), None
+    return hardware, catalogue.efficiency(hardware, fitted_to), None
 
 
 def calibrated(name: str) -> tuple[CalibratedMachine, ...]:
@@ -171,8 +192,12 @@ def _absorbed(shape: ModelShape) -> ModelShape:
     return shape if latent is None else replace(shape, latent=replace(latent, always_absorbed=True))
 
 
-def _parallelism(request: PlanRequest, shape: ModelShape, hardware: Hardware) -> Parallelism:
-    """As asked for. Without a tensor parallel size it is what --count leaves for it, where that is possible."""
+def _parallelism(
+    request: PlanRequest, shape: ModelShape, hardware: Hardware, fits: Callable[[Parallelism], bool]
+) -> Parallelism:
+    """As asked for. Without a tensor parallel size it is what --count leaves for it, where one machine can have that.
+    Otherwise it is the smallest that fits, of what --count can be divided into, or of the powers of two.
+    """
 
     def over(tensor: int) -> Parallelism:
         return Parallelism(
@@ -185,14 +210,22 @@ def _parallelism(request: PlanRequest, shape: ModelShape, hardware: Hardware) ->
 
     if request.tensor_parallel_size is not None:
         return over(request.tensor_parallel_size)
-    rest, left = divmod(request.count or 1, request.pipeline_parallel_size * request.data_parallel_size)
-    if left or rest <= 1:
+    others = request.pipeline_parallel_size * request.data_parallel_size
+    rest, left = divmod(request.count or others * MOST_TENSOR_PARALLEL, others)
+    if left:
         return over(1)
-    try:
-        check(shape, over(rest), hardware.link)
-    except ShapeError:
-        return over(1)
-    return over(1) if machines(rest * request.data_parallel_size, hardware.link) > 1 else over(rest)
+
+    def can_be(tensor: int) -> bool:
+        try:
+            check(shape, over(tensor), hardware.link)
+        except ShapeError:
+            return False
+        return True
+
+    if request.count is not None and can_be(rest) and machines(rest * request.data_parallel_size, hardware.link) == 1:
+        return over(rest)
+    sizes = [size for size in range(1, rest + 1) if rest % size == 0 and can_be(size)]
+    return next((spread for spread in map(over, sizes) if fits(spread)), over(1))
 
 
 def _check_flags(request: PlanRequest, parallelism: Parallelism) -> None:
@@ -222,10 +255,10 @@ def _lengths(request: PlanRequest, model: Model) -> tuple[int, int]:
     return prompt, answer
 
 
-def _limits(request: PlanRequest, hardware: Hardware, prompt_tokens: int) -> Limits:
-    usual = usual_limits(hardware, request.engine)
+def _limits(request: PlanRequest, profile: EngineProfile, hardware: Hardware, prompt_tokens: int) -> Limits:
+    usual = profile.limits(hardware)
     tokens, stall_s = usual.batched_tokens, usual.prefill_stall_s
-    if hardware.measured and request.max_num_batched_tokens is None:
+    if profile.is_headway and request.max_num_batched_tokens is None:
         tokens = max(tokens, request.max_num_seqs or request.batch_size or 1)
     tokens = request.max_num_batched_tokens or tokens
     sequences = request.max_num_seqs or min(tokens, max(usual.sequences, request.batch_size or 1))
@@ -246,29 +279,9 @@ def _limits(request: PlanRequest, hardware: Hardware, prompt_tokens: int) -> Lim
             f"a prompt of {prompt_tokens:,} tokens takes {steps:,} steps of max_num_batched_tokens, "
             f"{tokens:,}; at most {MOST_PROMPT_STEPS:,} are planned, so raise --max-num-batched-tokens"
         )
-    return Limits(tokens, sequences, stall_s, request.block_size, usual.ahead)
-
-
-def usual_limits(hardware: Hardware, engine: str) -> Limits:
-    """Those of `headway serve` on a calibrated machine, and elsewhere those of an engine's server.
-
-    vLLM has more tokens and sequences on GPUs of 70 GiB and above, A100s apart (EngineArgs.get_batch_defaults), SGLang
-    cuts prompts by memory (ServerArgs.chunked_prefill_size), TensorRT-LLM has one max_num_tokens.
-    """
-    if hardware.measured:
-        device, sequences = "cpu" if hardware.kind == "cpu" else "cuda", DEFAULTS.max_num_seqs
-        tokens = default_batched_tokens(device, sequences)
-        return Limits(tokens, sequences, DEFAULTS.max_prefill_stall_ms / 1e3)
-    ahead = engine in SCHEDULE_AHEAD
-    if engine == "tensorrt-llm":
-        return Limits(8192, 2048, ahead=ahead)
-    if engine == "sglang":
-        chunk = next((tokens for below, tokens in SGLANG_CHUNKS if hardware.memory_bytes < below * 2**30), 16384)
-        return Limits(chunk, 1024, ahead=ahead)
-    large = (
-        hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not hardware.key.lower().startswith("a100")
+    return replace(
+        usual, batched_tokens=tokens, sequences=sequences, prefill_stall_s=stall_s, least_tokens=request.block_size
     )
-    return Limits(8192, 1024, ahead=ahead) if large else Limits(2048, 256, ahead=ahead)
 
 
 def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:

@@ -239,7 +239,7 @@ def of_step(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
         f"{plain(step.flops)} / {plain(step.bytes)}",
         step.intensity,
         "FLOP/byte",
-        "document 001, chapter 8; document 002, Recap: Arithmetic Intensity",
+        "Williams, Waterman and Patterson 2009; document 002, Recap: Arithmetic Intensity",
     )
     longest = max(step.time.parts, key=lambda part: part.seconds)
     yield from _part(plan, name, longest)

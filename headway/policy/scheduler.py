@@ -1,9 +1,9 @@
 """What the next step computes: `schedule(now) -> StepPlan`, then `complete(plan, ...)` with what came of it.
 
-Sequences that decode come first, one token each. Prompts under way share what is left of the step's budget
-(`step_budget`), in order; then waiting sequences are admitted. One is admitted when all its known tokens have blocks,
-so a prompt under way is never out of memory. One that does not fit lets up to `lookahead` others past it, but only
-`max_bypasses` times: after that nothing behind it is admitted until it fits.
+Sequences that decode come first, one token each, unless they wait for prompts (`step_budget.Sharing`). Prompts under
+way share what is left of the step's budget (`step_budget`), in order; then waiting sequences are admitted. One is
+admitted when all its known tokens have blocks, so a prompt under way is never out of memory. One that does not fit lets
+up to `lookahead` others past it, but only `max_bypasses` times: after that nothing behind it is admitted until it fits.
 
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
 when it returns, unless `swap` keeps them. The first in order is never a victim, and any sequence alone fits in the
@@ -66,6 +66,8 @@ class Scheduler(Sequences):
             outlook = self._look_ahead(self.slo, decoding, prompts, plan, decision, now)
             if plan.wait_until_ns:
                 return plan
+        if not self.config.sharing.decodes(bool(prompts) or len(self.waiting) > 0):
+            outlook.left_out = decoding
         if self.orders.displaces and len(self.waiting) and len(self.running):
             self._displace(plan, now, outlook)
         if self.lends_blocks:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.policy.order import ORDERS
 from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.step_budget import MIXED, Sharing
 from headway.policy.swap import NO_SWAP, SwapSpace
 
 
@@ -28,6 +29,7 @@ class SchedulerConfig:
         watermark: share of the pool that admission leaves free for those who run, and most of it that is kept free of
             each class's share for those to come.
         weights: of tenants, who take turns by them; where there are none, tenants make no difference.
+        sharing: of steps between prompts and decodes.
         swap: host memory for the KV of preempted sequences.
 
     Raises:
@@ -47,6 +49,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     weights: Mapping[str, float] = field(default_factory=dict)
     swap: SwapSpace = NO_SWAP
+    sharing: Sharing = MIXED
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

@@ -13,6 +13,24 @@ from dataclasses import dataclass
 
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
 
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How prompts and those who decode share steps.
+
+    Args:
+        prefill_first: while prompts can be computed nobody decodes, so that the prompts' steps have no others in them.
+            Otherwise each step has a token of everybody who decodes, and prompts get the rest of it.
+    """
+
+    prefill_first: bool = False
+
+    def decodes(self, with_prompts: bool) -> bool:
+        """Whether a step decodes; `with_prompts`: some can be computed in it."""
+        return not (self.prefill_first and with_prompts)
+
+
+MIXED, PREFILL_FIRST = Sharing(), Sharing(prefill_first=True)
 # Tokens of prompts in a step beside others, until enough steps were measured to know what they cost.
 TOKENS_UNTIL_LEARNT = 32
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from headway.cost.loading import HOST_LINK_SHARE
 from headway.cost.timing import Deployment
 from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, limit, size
+from headway.planner.engines import HEADWAY, EngineProfile, find_profile
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
@@ -31,9 +31,6 @@ from headway.simulator.server import Server
 from headway.simulator.timing import DecodeTiming, Predicted
 from headway.tenant_file import TenantFile, read_tenant_file
 
-HEADWAY, VLLM = PROFILES = ("headway", "vllm")
-# vLLM has larger defaults on GPUs with as much memory, but for A100 (vllm-project/vllm, pull requests 17073, 17885).
-_LARGE_GIB = 70
 MOST_HOST_BLOCKS = 100_000_000
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
@@ -55,9 +52,6 @@ class ServerOptions(DeploymentOptions):
     hardware: HardwareName
     tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
     given: frozenset[str] = frozenset()
-    scheduler_profile: Annotated[
-        str, _engine("Scheduling rules and defaults: Headway's, or those of vLLM V1.", choices=PROFILES)
-    ] = HEADWAY
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, such as 4G. Default: what remains.", parse=size, metavar="SIZE")
     ] = None
@@ -112,9 +106,11 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     Raises:
         PlanError, or another ValueError: there is no such thing, or it does not fit; one line.
     """
-    hardware, profile = find_hardware(options.hardware)[0], options.scheduler_profile
+    profile = find_profile(options.engine, HEADWAY)
+    options = replace(options, engine=profile.key)
+    hardware = find_hardware(options.hardware)[0]
     device = "cpu" if hardware.kind == "cpu" else "cuda"
-    scheduling = with_defaults(scheduling, profile, hardware, options.given)
+    scheduling = with_defaults(scheduling, profile, hardware, options)
     found = resolve(_request(options, scheduling, device))
     held = capacity(found.deployment, 1, 1, found.settings)
     pool = _pool(options, scheduling, device, found, held)
@@ -126,8 +122,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         scheduling = replace(scheduling, weights=options.tenants.table.weights)
         quotas = Quotas(options.tenants.table, 0)
     swap = _swap(options, scheduling, device, found)
-    scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile), swap)
-    efficiency, usual = found.deployment.efficiency, math.inf if profile == VLLM else None
+    scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile, hardware), swap)
+    efficiency, usual = found.deployment.efficiency, None if profile.is_headway else math.inf
     limits = QueueLimits.for_engine(
         scheduler.config.max_num_seqs,
         scheduler.blocks.pool_tokens(pool.max_model_len),
@@ -142,8 +138,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "dtype": found.dtype,
         "quantization": found.quantization,
         "kv_cache_dtype": found.kv_cache_dtype,
-        "efficiency": "as calibrated" if found.machine is not None else options.engine,
-        "scheduler_profile": profile,
+        "engine": profile.key,
+        "efficiency": "as calibrated" if found.machine is not None else profile.efficiency,
         "max_model_len": pool.max_model_len,
         "max_num_seqs": scheduler.config.max_num_seqs,
         "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
@@ -237,26 +233,14 @@ def _pool(
 
 
 def with_defaults(
-    scheduling: SchedulingOptions, profile: str, hardware: Hardware, given: AbstractSet[str]
+    scheduling: SchedulingOptions, profile: EngineProfile, hardware: Hardware, options: ServerOptions
 ) -> SchedulingOptions:
     """The options with the defaults of a profile, but for fields that were `given`."""
-    if profile == HEADWAY:
-        return scheduling
-    is_gpu, is_ampere = hardware.kind == "gpu", hardware.architecture == "ampere"
-    is_large = is_gpu and not is_ampere and hardware.memory_bytes >= _LARGE_GIB * 2**30
-    tokens, seqs = (8192, 1024) if is_large else (2048, 256 if is_gpu else 128)
-    defaults: dict[str, Any] = {
-        "scheduling_policy": "fcfs",
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": tokens,
-        "max_prefill_stall_ms": math.inf,
-        "watermark": 0.0,
-        "protected_kv": 0.0,
-        "swap_space": 0.0,
-    }
-    return replace(scheduling, **{name: value for name, value in defaults.items() if name not in given})
+    defaults = profile.scheduling(hardware, options.max_model_len)
+    return replace(scheduling, **{name: value for name, value in defaults.items() if name not in options.given})
 
 
-def scheduler_of(profile: str, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
-    """As Scheduler(). With vLLM's rule, one that does not fit lets nobody past it."""
-    return Scheduler(config if profile == HEADWAY else replace(config, lookahead=0), blocks)
+def scheduler_of(profile: EngineProfile, hardware: Hardware, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
+    """As Scheduler(), by the rules of a profile."""
+    lookahead = config.lookahead if profile.lookahead is None else profile.lookahead
+    return Scheduler(replace(config, lookahead=lookahead, sharing=profile.limits(hardware).sharing), blocks)

@@ -13,6 +13,7 @@ from headway.calibration.store import save
 from headway.cost.memory import activation_bytes
 from headway.engine.config import DEFAULTS
 from headway.planner.formulas import formulas
+from headway.planner.levers import find_levers
 from headway.planner.make import make_plan
 from headway.planner.request import PlanError, PlanRequest
 from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
@@ -34,7 +35,7 @@ def test_what_no_flag_says_is_the_engine_s_default() -> None:
     assert plan.limits.prefill_stall_s == DEFAULTS.max_prefill_stall_ms / 1e3
     held = plan.capacity
     assert held.kv_pool == int((HARDWARE.memory_bytes - held.weights - held.workspace) * CPU_SHARE)
-    assert "`headway serve`" in " ".join(plan.assumptions)
+    assert "the defaults of Headway's server" in " ".join(plan.assumptions)
     assert "The host's work before the first step was not" in " ".join(plan.assumptions)
 
 
@@ -113,6 +114,28 @@ def test_what_this_engine_has_not_is_said(headway: CommandLine) -> None:
     assert len(said) == 2 and "no fp8 weights" in said[0] and "no cache in fp8" in said[1]
     ran = headway("plan", MODEL, "--hardware", "mine", "--quantization", "int4", "--kv-cache-dtype", "int8", "--json")
     assert json.loads(ran.out)["warnings"] == []
+
+
+def test_levers_are_what_serve_can_do() -> None:
+    found = find_levers(PlanRequest(MODEL, "mine", batch_size=2, prompt_tokens=64, output_tokens=8))
+    names = {lever.change.name for lever in found.ranked} | {name for name, why in found.left_out if "0.5 %" in why}
+    assert {"int8 weights", "int4 weights", "int8 KV cache"} <= names
+    reasons = dict(found.left_out)
+    for name in ("n-gram drafts", "draft model", "fp8 KV cache", "fp8 weights", "TP 2", "PP 2"):
+        assert "`headway serve`" in reasons[name] and name not in names
+    packed = find_levers(PlanRequest(MODEL, "mine", quantization="q8_0", prompt_tokens=64, output_tokens=8))
+    assert "keeps the format" in dict(packed.left_out)["int4 weights"]
+
+
+def test_another_engine_s_scheduling_can_be_asked_for_here() -> None:
+    ours, theirs = (make_plan(PlanRequest(MODEL, "mine", engine=engine)) for engine in ("auto", "sglang"))
+    assert (ours.engine.key, theirs.engine.key) == ("headway", "sglang")
+    assert theirs.limits.sharing.prefill_first and theirs.deployment == ours.deployment
+
+
+def test_a_machine_that_is_its_own_host_has_no_link_to_it() -> None:
+    with pytest.raises(PlanError, match="is its own host"):
+        make_plan(PlanRequest(MODEL, "mine", host_link_gb_per_s=31.5))
 
 
 def test_a_bound_on_stalls_is_refused_where_nobody_can_be_held_up(headway: CommandLine) -> None:

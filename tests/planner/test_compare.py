@@ -126,7 +126,7 @@ def test_arms_that_point_at_each_other_count() -> None:
 
 
 def test_marks_follow_from_the_figures() -> None:
-    plans = [planned(), planned(hardware="L4"), planned("llama-3.1-405b"), planned(hardware="H100-SXM")]
+    plans = [planned(), planned(hardware="L4"), planned("llama-3.1-405b", count=1), planned(hardware="H100-SXM")]
     rows = {row.key: row for row in ROWS}
     assert marks(rows["tpot_ms"], plans) == ["best", "", "", "best"]
     assert marks(rows["output_tokens_per_s"], plans) == ["best", "", "", "best"]
@@ -136,13 +136,21 @@ def test_marks_follow_from_the_figures() -> None:
 
 
 def test_one_that_does_not_fit_does_not_stop_the_others(headway: CommandLine) -> None:
-    typed = ["llama-3.1-8b@H100-SXM", "llama-3.1-405b", "@L4", "--prompt-tokens", "128", "--output-tokens", "16"]
+    typed = [
+        "llama-3.1-8b@H100-SXM",
+        "llama-3.1-405b@1xH100-SXM",
+        "@L4",
+        "--prompt-tokens",
+        "128",
+        "--output-tokens",
+        "16",
+    ]
     shown = headway("plan", "compare", *typed, "--concurrency", "4")
     assert shown.code == 0
     assert "llama-3.1-405b does not fit" in " ".join(shown.out.split())
     assert "Side by side" in shown.out and " *" in shown.out
     assert json.loads(headway("plan", "compare", *typed, "--json").out)[1]["best"] == []
-    none = headway("plan", "compare", "llama-3.1-405b@H100-SXM", "@L4")
+    none = headway("plan", "compare", "llama-3.1-405b@1xH100-SXM", "@1xL4")
     assert none.code == 1
 
 

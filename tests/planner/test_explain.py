@@ -26,7 +26,8 @@ LOADS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral-8x7b", "H100-SXM", {"count": 4, "pipeline_parallel_size": 2, "batch_size": 16, "quantization": "fp8"}),
     ("qwen2.5-7b", "L40S", {"quantization": "int4", "flash_attention": False}),
     ("llama-3.1-8b", "H100-SXM", {"request_rate": 1000.0}),
-    ("llama-3.1-70b", "H100-SXM", {}),
+    ("llama-3.1-70b", "H100-SXM", {"count": 1}),
+    ("llama-3.1-70b", "H100-SXM", {"concurrency": 4, "engine": "sglang"}),
     ("llama-3.1-8b", "H100-SXM", {"speculation": Speculation(3, 1.0)}),
     ("llama-3.1-8b", "H100-SXM", {"output_tokens": 1, "concurrency": 2}),
     ("llama-3.1-8b", "H100-SXM", {"attention_sinks": 4, "max_model_len": 200_000, "prompt_tokens": 150_000}),
@@ -54,6 +55,41 @@ def test_every_right_hand_side_gives_its_result(model: str, hardware: str, given
         if formula.numbers:
             assert computed(formula.numbers) == pytest.approx(printed(result(formula)), rel=2e-4, abs=1e-9), formula
     assert sum(bool(formula.numbers) for formula in found) > 20
+
+
+def by_name(**given: Any) -> dict[str, float]:
+    return {each.name: each.value for each in formulas(make_plan(PlanRequest(hardware="H100-SXM", **given)))}
+
+
+def test_documents_are_quoted_by_their_own_definitions() -> None:
+    """Document 001, chapter 8: 190,000 and 1.9 FLOP/byte; document 002: 0.8 p, 4 and 4; beside ours, which are less."""
+    found = by_name(model="llama-3.1-405b", prompt_tokens=100_000, count=16)
+    assert found["Arithmetic intensity of the prefill, as document 001 counts it"] == pytest.approx(190_000, rel=0.01)
+    assert found["Arithmetic intensity of the prefill"] < 140_000
+    assert found["Arithmetic intensity of the decode step, as document 001 counts it"] == pytest.approx(1.9, abs=0.05)
+    found = by_name(model="llama-3.1-8b", prompt_tokens=1000)
+    for name, of_document, ours in (
+        ("attention in the prefill", 800, 400),
+        ("attention in the decode step", 4, 4),
+        ("norms in the prefill", 4, 0.5),
+        ("norms in the decode step", 4, 0.4),
+    ):
+        assert found[f"Arithmetic intensity of {name}, as document 002 counts it"] == pytest.approx(
+            of_document, rel=0.03
+        )
+        assert found[f"Arithmetic intensity of {name}"] == pytest.approx(ours, rel=0.03)
+
+
+def test_a_cached_prefix_changes_the_bytes_of_a_prefill_and_not_those_of_a_decode() -> None:
+    """Document 002: "prefix sharing does help", where attention reads the prefix once for all."""
+    plain_, cached = (
+        by_name(model="llama-3.1-8b", prompt_tokens=4000, batch_size=8, cached_tokens=tokens) for tokens in (0, 3900)
+    )
+    saved = plain_["Bytes of the prefill"] - cached["Bytes of the prefill"]
+    assert saved == pytest.approx(3900 * 131_072, rel=0.1)  # which are not written; and the rows of the embedding
+    assert plain_["Bytes of the decode step"] == cached["Bytes of the decode step"]
+    once = cached["Bytes of the decode step, if the shared prefix were read once"]
+    assert cached["Bytes of the decode step"] - once == 7 * 3900 * 131_072
 
 
 # Which formula each headline figure of the JSON object is the result of.

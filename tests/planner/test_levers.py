@@ -52,7 +52,7 @@ def batch() -> Levers:
 
 @pytest.fixture(scope="module")
 def too_large() -> Levers:
-    return find_levers(request("llama-3.1-70b", concurrency=4))
+    return find_levers(request("llama-3.1-70b", concurrency=4, count=1))
 
 
 def test_figures_are_those_of_a_plan_with_the_flags(clients: Levers) -> None:
@@ -158,6 +158,17 @@ def test_left_out_with_a_reason() -> None:
     assert not {lever.change.name for lever in found.ranked} & reasons.keys()
 
 
+def test_a_plan_that_takes_as_many_devices_as_it_needs_keeps_them(headway: CommandLine) -> None:
+    """Fewer would do for weights of fewer bits, and then the same flags would mean other devices."""
+    asked = request("llama-3.1-70b", batch_size=1)
+    found = find_levers(asked)
+    assert found.base.devices == 2 and asked.count is None
+    weights = next(lever for lever in found.ranked if lever.change.name == "fp8 weights")
+    assert weights.plan.devices == 2 and weights.flags == "--count 2 --quantization fp8"
+    assert found.chain_flags.count("--count") == 1
+    assert all(lever.plan.devices == 2 for lever in found.ranked if lever.change.kind == "hardware")
+
+
 def test_formats_that_the_hardware_does_not_multiply_in_are_widened() -> None:
     found = find_levers(request(hardware="A100-80GB-SXM", batch_size=1))
     schemes = {lever.change.name: lever.flags for lever in found.ranked if lever.change.kind == "weights"}
@@ -178,10 +189,13 @@ def test_a_model_that_does_not_fit_is_ranked_by_what_makes_it_fit(too_large: Lev
 
 def test_nothing_helps(headway: CommandLine) -> None:
     """A model that is far too large for any device of the catalogue."""
-    ran = headway("plan", "levers", "deepseek-v3", "--hardware", "T4")
+    ran = headway("plan", "levers", "deepseek-v3", "--hardware", "T4", "--count", 1)
     assert ran.code == 1 and "No single change helps." in ran.out
-    assert json.loads(headway("plan", "levers", "deepseek-v3", "--hardware", "T4", "--json").out)["levers"] == []
-    found = find_levers(request("deepseek-v3", "T4", batch_size=1))
+    assert (
+        json.loads(headway("plan", "levers", "deepseek-v3", "--hardware", "T4", "--count", 1, "--json").out)["levers"]
+        == []
+    )
+    found = find_levers(request("deepseek-v3", "T4", batch_size=1, count=1))
     assert any(name == "int4 weights" and "not fit" in reason for name, reason in found.left_out)
 
 

@@ -204,9 +204,9 @@ def test_an_engine_that_wastes_memory_is_told_so() -> None:
         ({"block_size": 65_536, "gpu_memory_utilization": 0.3}, "--block-size 16"),
         ({"max_num_batched_tokens": 1_000_000}, "--max-num-batched-tokens 2048"),
     ):
-        plan = planned(**given)  # type: ignore[arg-type]
+        plan = planned(count=1, **given)  # type: ignore[arg-type]
         assert plan.problem is not None and f"{helps} (" in plan.problem
-    usual = planned("llama-3.1-70b")
+    usual = planned("llama-3.1-70b", count=1)
     assert usual.problem is not None and "--gpu-memory-utilization" not in usual.problem
 
 
@@ -218,7 +218,7 @@ def test_the_replicas_that_it_says_are_enough() -> None:
 
 
 def test_a_model_that_does_not_fit_says_by_how_much_and_predicts_nothing() -> None:
-    plan = planned("llama-3.1-70b")
+    plan = planned("llama-3.1-70b", count=1)
     assert not plan.fits and plan.problem is not None
     assert (
         "does not fit" in plan.problem
@@ -257,7 +257,7 @@ def test_costs() -> None:
 def test_objectives_are_held_against_the_estimates() -> None:
     plan = planned(slo={"ttft": 1000.0, "tpot": 0.1, "e2el": 1e6})
     assert plan.slo_met == {"ttft": True, "tpot": False, "e2el": True}
-    assert planned("llama-3.1-70b", slo={"ttft": 1e9}).slo_met == {"ttft": False}
+    assert planned("llama-3.1-70b", count=1, slo={"ttft": 1e9}).slo_met == {"ttft": False}
     assert planned(output_tokens=1, concurrency=2, slo={"tpot": 0.1}).slo_met == {"tpot": True}
 
 

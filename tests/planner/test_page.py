@@ -50,7 +50,7 @@ def test_page_says_what_the_plan_says() -> None:
 
 
 def test_page_of_what_does_not_fit_has_its_memory() -> None:
-    html = render(page.page_of(planned("llama-3.1-70b")))
+    html = render(page.page_of(planned("llama-3.1-70b", count=1)))
     assert "This plan does not work" in html and "does not fit" in html
     assert "Memory of a device by context" in html
     assert "Throughput against latency" not in html and html.count('<svg class="hw-figure"') == 3

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rate": {"model": "llama-3.1-8b", "hardware": "H100-SXM", "request_rate": 2.0, "output_tokens": 2},
     "rate too high": {"model": "llama-3.1-8b", "hardware": "L4", "request_rate": 1e6, "output_tokens": 2},
     "pipeline": {"model": "gpt-oss-20b", "hardware": "H100-SXM", "count": 4, "pipeline_parallel_size": 2},
-    "does not fit": {"model": "llama-3.1-70b", "hardware": "H100-SXM", "concurrency": 4},
+    "does not fit": {"model": "llama-3.1-70b", "hardware": "H100-SXM", "count": 1, "concurrency": 4},
     "batch does not fit": {"model": "llama-3.1-8b", "hardware": "L4", "batch_size": 16, "prompt_tokens": 20000},
 }
 
@@ -132,7 +132,7 @@ def test_memory_ends_where_it_is_allowed_to(settings: dict[str, Any]) -> None:
 
 
 def test_memory_is_drawn_where_nothing_fits() -> None:
-    figure = pictures.memory(planned(model="llama-3.1-70b", hardware="H100-SXM"))
+    figure = pictures.memory(planned(model="llama-3.1-70b", hardware="H100-SXM", count=1))
     assert lines(figure, "none fits")
     assert figure.axes[0].get_ylim()[1] > 141  # GB of weights
 

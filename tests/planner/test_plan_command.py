@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_answered_with_exit_code_1(headway: Command
     assert (ran.code, ran.err) == (1, "")
     assert ran.out.splitlines()[1].startswith("Problem") and "Ranges" not in ran.out
     assert "are missing, even for one request of" in " ".join(ran.out.split())
-    figures = json.loads(headway("plan", "llama-3.1-405b", "--hardware", "H100-SXM", "--json").out)
+    figures = json.loads(headway("plan", "llama-3.1-405b", "--hardware", "H100-SXM", "--count", 1, "--json").out)
     assert figures["fits"] is False and figures["shortfall_bytes"] > 0 and figures["max_batch"] == 0
     assert figures["ttft_ms"] is figures["tpot_ms"] is figures["cost_per_million_output_tokens"] is None
     assert figures["flops_prefill"] > 8e14

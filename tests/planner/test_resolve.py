@@ -13,6 +13,7 @@ from headway.cost import catalogue
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.planner import resolve as resolving
+from headway.planner.make import make_plan
 from headway.planner.models import find_model
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import find_hardware, resolve
@@ -249,16 +250,47 @@ def test_a_longer_context_than_the_config_says_can_be_asked_for() -> None:
         ("A100-80GB-SXM", "vllm", (2048, 256, True)),
         ("L40S", "vllm", (2048, 256, True)),
         ("H200", "vllm-v0", (8192, 1024, False)),
-        ("RTX-4090", "sglang", (2048, 1024, True)),
-        ("L40S", "sglang", (4096, 1024, True)),
-        ("H100-SXM", "sglang", (8192, 1024, True)),
-        ("B200", "sglang", (16384, 1024, True)),
+        ("RTX-4090", "sglang", (2048, 2048, True)),
+        ("L40S", "sglang", (4096, 2048, True)),
+        ("H100-SXM", "sglang", (8192, 2048, True)),
+        ("H100-SXM", "headway", (8192, 256, False)),
+        ("B200", "sglang", (16384, 2048, True)),
         ("A10", "tensorrt-llm", (8192, 2048, True)),
     ],
 )
 def test_limits_are_those_of_the_engine(hardware: str, engine: str, expected: tuple[int, int, bool]) -> None:
     limits = resolve(PlanRequest("qwen2.5-0.5b", hardware, engine=engine)).limits
     assert (limits.batched_tokens, limits.sequences, limits.ahead) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "tensor", "devices"),
+    [
+        ("llama-3.1-8b", {}, 1, 1),
+        ("llama-3.1-70b", {}, 2, 2),
+        ("llama-3.1-70b", {"quantization": "fp8"}, 1, 1),
+        ("llama-3.1-70b", {"tensor_parallel_size": 1}, 1, 1),  # does not fit, as it was asked for
+        ("llama-3.1-70b", {"count": 1}, 1, 1),
+        ("llama-3.1-70b", {"count": 4}, 4, 4),
+        ("llama-3.1-70b", {"pipeline_parallel_size": 2}, 1, 2),
+        ("llama-3.1-405b", {"quantization": "fp8"}, 8, 8),
+        ("llama-3.1-405b", {"quantization": "fp8", "count": 16}, 8, 16),
+        ("llama-3.1-405b", {"count": 16}, 16, 16),
+    ],
+)
+def test_a_replica_has_as_many_devices_as_it_needs(
+    model: str, settings: dict[str, Any], tensor: int, devices: int
+) -> None:
+    found = resolve(PlanRequest(model, "H100-SXM", **settings))
+    assert (found.deployment.parallelism.tensor, found.devices) == (tensor, devices)
+
+
+def test_the_link_to_the_host_can_be_given() -> None:
+    """Document 000: an H100 behind PCIe 4.0, where its own link is 5.0."""
+    asked, usual = (make_plan(PlanRequest("qwen2.5-7b", "H100-PCIe", host_link_gb_per_s=gb)) for gb in (31.5, None))
+    assert asked.loading.transfer_s == pytest.approx(2 * usual.loading.transfer_s)
+    with pytest.raises(PlanError, match="host_link_gb_per_s is 0;"):
+        PlanRequest("qwen2.5-7b", "H100-PCIe", host_link_gb_per_s=0.0)
 
 
 def test_a_batch_that_is_asked_for_raises_the_limit() -> None:

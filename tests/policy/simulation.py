@@ -27,6 +27,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.sizing import pool_size
+from headway.policy.step_budget import MIXED, Sharing
 from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.swap import NO_SWAP, SwapSpace
 
@@ -214,6 +215,7 @@ class Simulation:
     max_queue_time: float = math.inf
     classes: ClassTable = BUILT_IN
     swap: SwapSpace = NO_SWAP
+    sharing: Sharing = MIXED
     longest_step_ns: int = 10_000
     step_time: StepTimeModel | None = None
     limits: QueueLimits = field(default_factory=QueueLimits)
@@ -234,6 +236,7 @@ class Simulation:
             self.max_queue_time,
             self.classes,
             swap=self.swap,
+            sharing=self.sharing,
         )
         memory = self.num_blocks, 1, self.block_size
         longest = self.max_model_len, self.block_size
@@ -382,9 +385,10 @@ class Simulation:
         self.check_stall(items)
         decoding = [s for s in scheduler.running if s.is_decoding]
         ran = {id(self.sequence_of(item)) for item in items}
+        of_prompts = self.sharing.prefill_first and any(not item.decoding for item in items)
         for sequence in decoding:
             may_be_left_out = self.policy == "slo" and not (is_promised(sequence) or sequence.has_starved)
-            assert id(sequence) in ran or may_be_left_out, "a decoding sequence was left out"
+            assert id(sequence) in ran or may_be_left_out or of_prompts, "a decoding sequence was left out"
 
     def check_classes(self, items: list[ScheduledSequence]) -> None:
         """What belongs to a class is left to it, and nobody goes before others who could."""

@@ -18,6 +18,7 @@ from headway.policy.plan import StepPlan
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.step_budget import PREFILL_FIRST
 from headway.policy.swap import SwapSpace
 from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
 
@@ -49,6 +50,32 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
     sim.check_all_closed()
     assert long.ledger.phases_ns[Phase.PREFILL_COMPUTE] > 0
     assert chatting.ledger.phases_ns[Phase.DECODE_STALL_PREFILL] > 0
+
+
+def test_prefill_first_computes_prompts_alone_and_decodes_when_none_can_be() -> None:
+    sim = Simulation(num_blocks=64, max_num_batched_tokens=8, max_model_len=128, max_num_seqs=2, sharing=PREFILL_FIRST)
+    chatting = sim.submit([1, 2, 3], 40)
+    sim.step()
+    long, third = sim.submit(list(range(20)), 3), sim.submit([7] * 5, 1)
+    seen = [[(sim.sequence_of(item), item.num_tokens) for item in sim.step()] for _ in range(6)]
+    assert seen[:3] == [[(long, 8)], [(long, 8)], [(long, 4)]], "nobody decodes, and the third has no seat"
+    assert seen[3:5] == [[(chatting, 1), (long, 1)]] * 2
+    assert seen[5] == [(third, 5)]
+    sim.run_until_done()
+    sim.check_all_closed()
+    assert chatting.ledger.phases_ns[Phase.DECODE_STALL_POLICY] > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prefill_first_starves_nobody_and_leaks_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    sim = Simulation(num_blocks=rng.randrange(20, 40), max_num_seqs=rng.randrange(1, 6), rng=rng, sharing=PREFILL_FIRST)
+    for _ in range(15):
+        sim.submit([rng.randrange(4) for _ in range(rng.randrange(1, 40))], rng.randrange(1, 20))
+        for _ in range(rng.randrange(4)):
+            sim.step()
+    sim.run_until_done()
+    sim.check_all_closed()
 
 
 def test_a_sequence_alone_never_stalls() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from headway.cost.requests import Limits, RequestShape
+from headway.cost.catalogue import find_hardware
+from headway.cost.requests import RequestShape
 from headway.cost.serving import benchmark
 from headway.engine.config import SchedulingOptions
+from headway.planner.engines import find_profile
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.server import simulate
@@ -20,12 +23,24 @@ from headway.simulator.traffic import Arrival, arrival
 
 
 @pytest.mark.parametrize(
-    ("clients", "prompt", "output"), [(1, 500, 60), (16, 1000, 150), (64, 1000, 100), (32, 6000, 60)]
+    ("engine", "clients", "prompt", "output"),
+    [
+        ("headway", 1, 500, 60),
+        ("headway", 16, 1000, 150),
+        ("headway", 64, 1000, 100),
+        ("headway", 32, 6000, 60),
+        ("sglang", 32, 1000, 100),
+        ("sglang", 32, 6000, 60),
+        ("tensorrt-llm", 32, 6000, 60),
+    ],
 )
-def test_a_closed_loop_is_the_same_planned_and_simulated(clients, prompt, output):
-    """Without objectives or a bound on stalls, which the recursion does not know or was not asked for."""
+def test_a_closed_loop_is_the_same_planned_and_simulated(engine, clients, prompt, output):
+    """Without objectives or a bound on stalls, which the recursion does not know or was not asked for, and without
+    steps that are scheduled ahead, which the simulator does not know.
+    """
     scheduling = SchedulingOptions(scheduling_policy="fcfs", max_prefill_stall_ms=math.inf)
-    server = deploy(ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), scheduling)
+    options = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM", engine=engine, max_model_len=8192)
+    server = deploy(options, scheduling)
     assert isinstance(server.timing, Predicted)
     workload, prompts = RequestShape(prompt, output, 0, 0.1), 6 * clients
     numbers = iter(range(prompts))
@@ -41,7 +56,8 @@ def test_a_closed_loop_is_the_same_planned_and_simulated(clients, prompt, output
     ttft, e2e = ([each.ttft_ns or 0 for each in ran.answers], [each.ended_ns - each.arrived_ns for each in ran.answers])
     lengths = [len(each.token_ns) for each in ran.answers]
     tpot = [(e - t) / (n - 1) for e, t, n in zip(e2e, ttft, lengths, strict=True)]
-    limits = Limits(server.scheduler.config.max_num_batched_tokens, scheduling.max_num_seqs)
+    limits = find_profile(engine).limits(find_hardware("H100-SXM"))
+    limits = replace(limits, prefill_stall_s=math.inf, ahead=False)
     planned = benchmark(server.timing.deployment, workload, clients, prompts, limits)
     assert planned.ttft_s == pytest.approx(np.mean(ttft) / 1e9, rel=0.1)
     assert planned.ttft_p50_s == pytest.approx(np.median(ttft) / 1e9, rel=0.15)

@@ -16,18 +16,30 @@ from headway.simulator.traffic import arrival
 from tests.simulator.test_run import LOAD, MODEL, simulate
 
 MS = 1_000_000
-VLLM = ["--scheduler-profile", "vllm"]
+VLLM = ["--engine", "vllm"]
 
 
 @pytest.mark.parametrize(
-    ("hardware", "tokens", "seqs"),
-    [("H100-SXM", 8192, 1024), ("MI300X", 8192, 1024), ("A100-80GB-SXM", 2048, 256), ("L40S", 2048, 256)],
+    ("engine", "hardware", "tokens", "seqs"),
+    [
+        ("vllm", "H100-SXM", 8192, 1024),
+        ("vllm", "MI300X", 8192, 1024),
+        ("vllm", "A100-80GB-SXM", 2048, 256),
+        ("vllm", "L40S", 2048, 256),
+        ("sglang", "H100-SXM", 8192, 2048),
+        ("sglang", "MI300X", 16384, 2048),
+        ("tensorrt-llm", "L40S", 8192, 2048),
+    ],
 )
-def test_the_defaults_are_those_of_the_hardware(hardware: str, tokens: int, seqs: int) -> None:
-    options = ServerOptions(model="llama-3.1-8b", hardware=hardware, scheduler_profile="vllm")
+def test_the_defaults_are_those_of_the_engine_and_the_hardware(
+    engine: str, hardware: str, tokens: int, seqs: int
+) -> None:
+    options = ServerOptions(model="llama-3.1-8b", hardware=hardware, engine=engine, max_model_len=4096)
     made = deploy(options, SchedulingOptions())
     config = made.scheduler.config
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (tokens, seqs)
+    assert config.sharing.prefill_first == (engine == "sglang")
+    assert config.enable_chunked_prefill == (engine != "tensorrt-llm")
     assert (config.policy, config.lookahead, config.watermark) == ("fcfs", 0, 0.0)
     assert math.isinf(config.max_prefill_stall_ms) and math.isinf(made.limits.choices + made.limits.tokens)
 
@@ -40,9 +52,9 @@ def test_who_is_given_overrides_the_profile_and_who_is_not_does_not(tmp_path: Pa
     asked, other, more = (load_json(tmp_path / f"run-{number}.json").server for number in (1, 2, 3))
     assert [each["max_num_seqs"] for each in (asked, other, more)] == [256] * 3  # our own default, which was given
     assert [each["max_num_batched_tokens"] for each in (asked, other, more)] == [8192, 2048, 4096]
-    assert asked["scheduler_profile"] == "vllm"
-    code, said = simulate(*MODEL, *LOAD, "--scheduler-profile", "sglang", "--no-save-result")
-    assert code == 2 and "vllm" in said
+    assert (asked["engine"], asked["efficiency"]) == ("vllm", "vllm")
+    code, said = simulate(*MODEL, *LOAD, "--engine", "ollama", "--no-save-result")
+    assert code == 2 and "sglang" in said
 
 
 def first_tokens(profile: str) -> list[int]:
@@ -50,7 +62,7 @@ def first_tokens(profile: str) -> list[int]:
     options = ServerOptions(
         model="llama-3.1-8b",
         hardware="H100-SXM",
-        scheduler_profile=profile,
+        engine=profile,
         kv_cache_memory=64 * 16 * 131072,
         max_model_len=1000,
     )
@@ -63,3 +75,15 @@ def first_tokens(profile: str) -> list[int]:
 def test_one_that_does_not_fit_lets_nobody_past_it() -> None:
     assert first_tokens("headway") == [10, 210, 20]
     assert first_tokens("vllm") == [10, 210, 210]
+
+
+def test_prefill_first_lets_nobody_decode_while_a_prompt_is_computed() -> None:
+    """A second prompt of two steps comes while the first request decodes, in steps of equal length. Milliseconds."""
+    seen = {}
+    for engine in ("headway", "sglang"):
+        options = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM", engine=engine)
+        made = deploy(options, SchedulingOptions(scheduling_policy="fcfs", max_prefill_stall_ms=math.inf))
+        coming = [arrival(0, 0, 8, 4), arrival(1, 15 * MS, 12_000, 2)]
+        first, second = run(made.scheduler, coming, Fixed(10 * MS)).answers
+        seen[engine] = [[at // MS for at in answer.token_ns] for answer in (first, second)]
+    assert seen == {"headway": [[10, 20, 30, 40], [40, 50]], "sglang": [[10, 20, 50, 60], [40, 50]]}
