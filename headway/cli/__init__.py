@@ -23,6 +23,7 @@ COMMANDS = {
     "models": "List the models that can be served here, or that a server serves.",
     "quantize": "Write a quantised checkpoint of a model, for Headway and vLLM.",
     "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",
+    "cache": "List or clear what Headway keeps on disk: packed weights, compiled kernels, GGUF configs.",
     "keys": "Manage the API keys of tenants: add, list, revoke.",
     "bench": "Measure any OpenAI-compatible server, and show where the time goes.",
     "plan": "Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.",

@@ -55,6 +55,7 @@ class LoadedEngine:
     left_out: list[str] = field(default_factory=list)
     kernels: str = ""  # of several that there are, for people
     block_bytes: int = 0
+    kept_bytes: int = 0  # of packed weights, which are being written to the cache
 
 
 def build_engine(
@@ -138,10 +139,12 @@ def build_engine(
     if config.preloaded:
         with stages.timed("preload"):
             left_out = core.preload(config.preloaded, config.preload_what_fits)
+    kept_bytes = 0
     if cache is not None:
         cache.keep(model.weights, kernels.named)
+        kept_bytes = cache.kept_bytes
     about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes)
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes)
 
 
 class _Stages:

@@ -80,6 +80,7 @@ class Ready(_Message):
     generates: bool = True  # the model has an output layer
     kernels: str = ""  # which of several were chosen by measuring, for people
     block_bytes: int = 0  # of a KV block in all layers
+    kept_bytes: int = 0  # of packed weights, which are being written to the cache
 
 
 class Failed(_Message):

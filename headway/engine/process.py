@@ -154,6 +154,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.runner.generates,
             engine.kernels,
             engine.block_bytes,
+            engine.kept_bytes,
         )
     )
     return _step_loop(channel, engine.core, parent)

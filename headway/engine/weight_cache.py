@@ -56,6 +56,7 @@ class WeightCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.kept_bytes = 0  # of the file that this start writes
         self._memory: mmap.mmap | None = None
         self._pickle = b""
         self._readers: list[threading.Thread] = []
@@ -144,6 +145,7 @@ class WeightCache:
         pickler.dump(weights)
         if not _LEAST_BYTES <= pickler.size <= _room(self.path.parent):
             return None
+        self.kept_bytes = pickler.size
         thread = threading.Thread(target=self._write, args=(pickler,), daemon=True, name="headway-weights")
         thread.start()
         return thread

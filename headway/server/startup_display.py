@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.engine.messages import Ready
+from headway.files import cache_folder
 
 
 def _ms(elapsed_ns: int) -> str:
@@ -99,6 +100,11 @@ class StartupDisplay:
         )
         if ready.kernels:
             self._console.print(f"Kernels: {ready.kernels}")
+        if ready.kept_bytes:
+            self._console.print(
+                f"Writing {ready.kept_bytes / 1e6:,.0f} MB of packed weights to {cache_folder() / 'weights'}, for "
+                "quicker starts; `headway cache` lists and clears them"
+            )
         if ready.checkpoints is not None:
             self._console.print(
                 f"Recurrent layers: states of {ready.max_num_seqs:,} requests, and {ready.checkpoints:,} checkpoints"

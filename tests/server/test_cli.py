@@ -180,6 +180,14 @@ def test_each_stage_of_a_start_is_logged_once() -> None:
     assert [said.count(stage) for stage in ("imports", "load weights", "warm up", "quiet")] == [1, 1, 1, 1]
 
 
+def test_a_start_that_writes_to_the_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert "headway cache" not in started("warm_up")
+    monkeypatch.setattr(f"{__name__}.READY", msgspec.structs.replace(READY, kept_bytes=603_000_000))
+    says = "Writing 603 MB of packed weights to /caches/headway/weights, for quicker starts; `headway cache` lists and"
+    assert says in started("warm_up")
+
+
 def test_a_log_says_once_that_kernels_are_compiled() -> None:
     file = io.StringIO()
     display = StartupDisplay("tiny", time.monotonic_ns(), Console(file=file, soft_wrap=True, width=80))
