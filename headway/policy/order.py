@@ -40,16 +40,16 @@ def priority(sequence: Sequence) -> OrderKey:
 
 
 def deadline(sequence: Sequence) -> OrderKey:
-    """Earliest deadline first, then least work; behind them by class those that have none or have yielded.
+    """Earliest time that is planned first, then least work; behind them by class those that are behind all promises.
 
     One that has starved comes before all. A sequence's key changes when it yields or has starved: take it out of the
     list, and add it again.
     """
     if sequence.has_starved:
         return (-1, 0, 0, sequence.arrival_ns, sequence.seq_id)
-    if sequence.due_ns == NEVER or sequence.yielded:
+    if sequence.is_behind:
         return (1, sequence.rank, 0, sequence.arrival_ns, sequence.seq_id)
-    return (0, sequence.due_ns // SAME_DEADLINE_NS, sequence.expected_len, sequence.arrival_ns, sequence.seq_id)
+    return (0, sequence.planned_ns // SAME_DEADLINE_NS, sequence.expected_len, sequence.arrival_ns, sequence.seq_id)
 
 
 def least_loss(sequence: Sequence) -> OrderKey:
@@ -59,7 +59,7 @@ def least_loss(sequence: Sequence) -> OrderKey:
     One that was preempted MOST_PREEMPTIONS times stays if anybody else can go, so that everybody gets on.
     """
     due_ns = sequence.last_token_ns + sequence.tpot_ns if sequence.output_len else sequence.due_ns
-    no_promise = sequence.yielded != "" or due_ns >= NEVER
+    no_promise = sequence.has_yielded or due_ns >= NEVER
     goes_again = sequence.preemptions < MOST_PREEMPTIONS and not sequence.has_starved
     return (goes_again, no_promise, sequence.rank, due_ns, -sequence.num_computed, sequence.seq_id)
 
@@ -76,11 +76,11 @@ def _class_of(sequence: Sequence) -> int:
     return -1 if sequence.has_starved else sequence.rank
 
 
-def _rank_of(sequence: Sequence) -> int:
+def promise_rank(sequence: Sequence) -> int:
     """By promise, then by class."""
     if sequence.has_starved:
         return -1
-    return sequence.rank + (_LAST_RANK if sequence.yielded or sequence.due_ns == NEVER else 0)
+    return sequence.rank + (_LAST_RANK if sequence.has_yielded or sequence.due_ns == NEVER else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Orders:
 ORDERS = {
     "fcfs": Orders(fcfs, fcfs, fcfs),
     "priority": Orders(priority, priority, priority, _priority_of, displaces=3, line=_priority_of),
-    "slo": Orders(deadline, deadline, least_loss, _rank_of, displaces=math.inf, line=_class_of),
+    "slo": Orders(deadline, deadline, least_loss, promise_rank, displaces=math.inf, line=_class_of),
 }
 
 

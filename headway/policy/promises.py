@@ -1,15 +1,16 @@
 """Which sequences can still be served in time, and what a step may do beside them: the decisions of the policy `slo`.
 
 A sequence is promised its first token by `due_ns`, and from then on each token at most `tpot_ns` after the last. One
-that has no objective, or that has yielded, is served as well as it goes: behind the promised ones, but not for ever.
+that has no objective is served as well as it goes: behind the promised ones, but not for ever.
 
 First tokens: prompts are computed in order of their deadlines, and the time at which each will be done is predicted. As
 long as one would come too late, another yields: of those up to it the one of the last class with the most work (Moore
-1968, with classes). That leaves the most others in time.
+1968, with classes). That leaves the most others in time. One that has yielded is planned as if it came then, so it goes
+before what is due later than that. It yields again before any that is promised.
 
 Tokens: a step may take as long as the tightest promised token allows. Prompts fill what decoding leaves of that time;
-decoding without a promise is left out of the step where it would not fit, or where a prompt is urgent. An answer whose
-first token was late, with an objective for the others, goes on beside an urgent prompt as long as that prompt has time.
+decoding without an objective is left out of the step where it would not fit, or where a prompt is urgent. An answer
+whose first token was late is promised the others.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headway.policy.fairness import FairSequences
+from headway.policy.order import promise_rank
 from headway.policy.request import NEVER, Sequence
 from headway.policy.step_time import StepTimeModel, StepWork
 
 # A promised prompt is urgent when it would be done only after this share of its time.
 URGENT_SHARE = 0.5
-# It presses when it would be done only after this share: then answers that were late are held back for it as well.
-PRESSING_SHARE = 0.8
 # The share of the time between two tokens that decoding alone may take; the rest is for prompts.
 DECODE_SHARE = 0.8
 # Of a step's prompt tokens that one who has starved may take while prompts are promised.
@@ -42,7 +42,7 @@ LEAST_MARGIN = 1.05
 _FOLLOWED = 0.1
 # A step that was planned so soon after the last one was waited for.
 _SAME_RUN_NS = 20_000_000
-# A prompt that is kept: its rank and its work in nanoseconds, both negative, and its number, negative too.
+# A prompt that is kept: its promise_rank() and its work in nanoseconds, both negative, and its number, negative too.
 _Kept = tuple[int, float, int, Sequence]
 
 
@@ -109,7 +109,7 @@ class _Decoding:
 
     @classmethod
     def of(cls, decoding: list[Sequence]) -> _Decoding:
-        promised = [s for s in decoding if not s.yielded and (s.tpot_ns != NEVER or s.due_ns != NEVER)]
+        promised = [s for s in decoding if s.tpot_ns != NEVER or s.due_ns != NEVER]
         context = sum([sequence.num_computed for sequence in promised])
         return cls(len(promised), context, {(each.last_token_ns, each.tpot_ns): each for each in promised})
 
@@ -128,7 +128,6 @@ class Promises:
     Attributes:
         fair: where tenants take turns, those that wait; else None.
         are_prompts_promised: first tokens, of those who yielded() was asked about.
-        is_pressed: one of these needs nearly all of its time.
     """
 
     def __init__(self, step_time: StepTimeModel, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
@@ -140,7 +139,6 @@ class Promises:
         self._decoding = _Decoding()
         self._passes = 0
         self.are_prompts_promised = False
-        self.is_pressed = False
         self.between_steps_ns = 0.0
         self._last_sampled_ns = 0
 
@@ -185,7 +183,7 @@ class Promises:
         """Nobody waits for a first token in the step that begins."""
         if self._step_time.is_trained:
             self._passes += 1
-            self.are_prompts_promised = self.is_pressed = False
+            self.are_prompts_promised = False
 
     def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
         """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
@@ -193,7 +191,6 @@ class Promises:
         done, kept = float(now), list[_Kept]()
         gone: dict[int, Yield] = {}
         hurrying: list[Sequence] = []
-        pressing: list[Sequence] = []
         for sequence in prompts:
             if sequence.parent is not None:  # the prompt is computed once, for the first choice of its request
                 if sequence.parent.seq_id in gone:
@@ -205,31 +202,28 @@ class Promises:
             if refresh or sequence.num_computed or not sequence.work_ns or sequence.seq_id % _WORK_HOLDS == refreshed:
                 sequence.work_ns = self.prefill_ns(sequence)
             work = sequence.work_ns / pace
-            if not is_promised(sequence) or sequence.output_len:
+            if sequence.is_behind or sequence.output_len:
                 done += work
                 continue
-            if now + work > sequence.due_ns:
+            due_ns = sequence.planned_ns
+            if now + work > due_ns:
                 if self.fair is not None and self.fair.is_owed(sequence):  # late, but before all others
                     done += work
                     hurrying.append(sequence)
-                    pressing.append(sequence)
                     continue
-                oversized = sequence.arrival_ns + work * pace > sequence.due_ns
+                oversized = sequence.arrival_ns + work * pace > due_ns
                 gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
                 continue
             done += work
-            heapq.heappush(kept, (-sequence.rank, -work, -sequence.seq_id, sequence))
-            if done > sequence.due_ns and self.fair is not None:
+            heapq.heappush(kept, (-promise_rank(sequence), -work, -sequence.seq_id, sequence))
+            if done > due_ns and self.fair is not None:
                 done = _give_up_in_turn(self.fair, kept, sequence, done, done - now, gone)
-            elif done > sequence.due_ns:
-                done = _give_up(kept, done, sequence.due_ns, done - now, gone)
-            time_ns = sequence.due_ns - sequence.arrival_ns
-            if done > sequence.arrival_ns + URGENT_SHARE * time_ns:
+            elif done > due_ns:
+                done = _give_up(kept, done, due_ns, done - now, gone)
+            is_late = done > sequence.arrival_ns + URGENT_SHARE * (due_ns - sequence.arrival_ns)
+            if is_late and not sequence.has_yielded:
                 hurrying.append(sequence)
-            if done > sequence.arrival_ns + PRESSING_SHARE * time_ns:
-                pressing.append(sequence)
         self.are_prompts_promised = bool(kept)
-        self.is_pressed = any(each.seq_id not in gone for each in pressing)
         return list(gone.values()), next((each for each in hurrying if each.seq_id not in gone), None)
 
     def prefill_ns(self, sequence: Sequence) -> float:
@@ -280,7 +274,7 @@ class Promises:
         """Leave out sequences that decode without a promise, where the step would take too long with all of them.
 
         Those that have waited longest for a token are kept first. One that has starved stays. For an urgent prompt,
-        those without an objective for their tokens are left out, and if it presses, all.
+        all others are left out.
         """
         if math.isinf(outlook.slack_ns) and outlook.urgent is None:
             return
@@ -291,7 +285,7 @@ class Promises:
             stay += 1
         kept, rest = others[:stay], others[stay:]
         if outlook.urgent is not None:
-            rest = [] if self.is_pressed else [sequence for sequence in rest if sequence.tpot_ns != NEVER]
+            rest = []
         count, context = count + stay, context + sum([sequence.num_computed for sequence in kept])
         for sequence in rest:
             count, context = count + 1, context + sequence.num_computed
@@ -340,7 +334,7 @@ def _give_up_in_turn(
     """
     given, owed = list[_Kept](), [each for each in kept if fair.is_owed(each[3])]
     kept[:] = [each for each in kept if each not in owed]
-    while done > current.due_ns and kept:
+    while done > current.planned_ns and kept:
         rank = min(kept)[0]
         last = [each for each in kept if each[0] == rank]
         served: dict[str, float] = {}
@@ -353,7 +347,7 @@ def _give_up_in_turn(
         if given[-1][3] is current:
             break
     for each in reversed(given[:-1]):
-        if given[-1][3] is current or done - each[1] <= current.due_ns:  # the last one was enough
+        if given[-1][3] is current or done - each[1] <= current.planned_ns:  # the last one was enough
             given.remove(each)
             kept.append(each)
             done -= each[1]
@@ -364,5 +358,5 @@ def _give_up_in_turn(
 
 
 def is_promised(sequence: Sequence) -> bool:
-    """Whether a sequence has an objective and has not yielded."""
-    return not sequence.yielded and (sequence.due_ns != NEVER or sequence.tpot_ns != NEVER)
+    """Whether a sequence has an objective and does not wait for a first token for which it has yielded."""
+    return (sequence.due_ns != NEVER or sequence.tpot_ns != NEVER) and not sequence.has_yielded

@@ -108,7 +108,8 @@ class Sequence:
     expected_len: int = 0  # of its prompt and its output, if that is as long as others of its class
     has_starved: bool = False  # it has waited so long that nobody goes before it
     work_ns: float = 0.0  # what is left of its prompt takes, as predicted some steps ago
-    yielded: str = ""  # why it is served behind those whose objectives can be met: late, oversized or overload
+    yielded: str = ""  # why others were put before it, and its first token is late: late, oversized or overload
+    renewed_ns: int = 0  # when it has yielded: its first token is planned for then
     retry_after_s: int = 0  # when it was refused: after which time it might be served
     last_token_ns: int = 0  # when its newest token was known
     preemptions: int = 0
@@ -159,9 +160,21 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def planned_ns(self) -> int:
+        """When its first token is to be there: by its objective, or since it has yielded."""
+        return self.renewed_ns or self.due_ns
+
+    @property
+    def has_yielded(self) -> bool:
+        """It waits for a first token that is not promised any more."""
+        return self.yielded != "" and self.output_len == 0
+
+    @property
     def is_behind(self) -> bool:
-        """It has no objective for its first token, or has yielded."""
-        return not self.has_starved and (self.yielded != "" or self.due_ns == NEVER)
+        """It has no objective for its first token, or has yielded for so long that it will starve first."""
+        if self.has_starved:
+            return False
+        return self.due_ns == NEVER or self.renewed_ns > self.arrival_ns + self.service.starvation_s * 1e9
 
     @property
     def is_decoding(self) -> bool:

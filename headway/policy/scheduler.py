@@ -135,7 +135,7 @@ class Scheduler(Sequences):
             self._rekey(starved, has_starved=True)
         if self.fair is not None:
             for sequence in slo.owed(prompts, self.waiting, self.fair):
-                self._rekey(sequence, yielded="")
+                self._rekey(sequence, yielded="", renewed_ns=0)
         yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
         for each in yields:
             decision.yielded.append((each.sequence.request_id, each.reason))
@@ -161,9 +161,10 @@ class Scheduler(Sequences):
         return [sequence for sequence in decoding if sequence.seq_id not in numbers]
 
     def _yield(self, each: Yield, plan: StepPlan, now: int) -> None:
-        """Put a sequence behind those whose objectives can be met, or end it where its class wants that."""
+        """Plan a sequence as if it came now, or end it where its class wants that."""
         sequence = each.sequence
-        self._rekey(sequence, yielded=each.reason)
+        renewed_ns = now + sequence.due_ns - sequence.arrival_ns
+        self._rekey(sequence, yielded=sequence.yielded or each.reason, renewed_ns=renewed_ns)
         if sequence.service.when_late == "refuse":
             sequence.retry_after_s = max(1, math.ceil(each.backlog_ns / 1e9))
             self.finish(sequence, FinishReason.LATE, now)

@@ -275,8 +275,8 @@ class Sequences:
 
     def _forgive(self, sequence: Sequence, now: int) -> None:
         """A sequence has its first token; one that had yielded may be in time after all."""
-        if sequence.yielded and now <= sequence.due_ns:
-            self._rekey(sequence, yielded="")
+        if now <= sequence.due_ns:
+            sequence.yielded = ""
 
     def _heed(self, times: StepTimes) -> None:
         """Note how long the step of the latest decision took, and learn from it."""

@@ -18,7 +18,7 @@ from itertools import chain
 from headway.policy.block_manager import BlockManager
 from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders
+from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders, promise_rank
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
 from headway.policy.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises, Yield, is_promised
@@ -129,7 +129,8 @@ class SloPolicy:
             return False
         if sequence.has_starved:
             return True
-        if self._is_crowded and not is_promised(sequence) and not self.shares.has_seat_left(sequence.service.name):
+        is_last = sequence.is_behind and not is_promised(sequence)
+        if self._is_crowded and is_last and not self.shares.has_seat_left(sequence.service.name):
             return False
         if sequence.output_len:
             return True
@@ -175,7 +176,9 @@ class SloPolicy:
     def owed(self, prompts: list[Sequence], waiting: OrderedSequences, fair: FairSequences) -> list[Sequence]:
         """Those that have yielded and are owed to their tenants, of those who run and of the first who wait."""
         running = [sequence for sequence in prompts if sequence.yielded and fair.is_owed(sequence)]
-        return running + [sequence for sequence in fair.owed(first_of_ranks(waiting)) if sequence.yielded]
+        head = {promise_rank(sequence): sequence for _, sequence in waiting.before(BEHIND_ALL, LOOKED_AT)}
+        behind = {promise_rank(sequence): sequence for sequence in first_of_ranks(waiting)}
+        return running + [sequence for sequence in fair.owed((head | behind).values()) if sequence.has_yielded]
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that promises set to the step."""

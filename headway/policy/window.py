@@ -2,55 +2,61 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from headway.policy.request import NEVER, Sequence
 from headway.policy.step_time import StepTimeModel, StepWork
 
 # Of the time until the first token is due that a window may take.
 MOST_OF_TIME_LEFT = 0.25
-_FOLLOWED = 0.1
+_GAPS = 15  # between requests, that must be known
 
 
 class Window:
-    """Learns how often requests come, and waits for the next one where that is predicted to pay.
+    """Learns how soon requests follow each other, and waits for the next one where that is predicted to pay.
 
-    Let a step take `fixed` plus the work of its prompts, each `work`, and requests come at `rate`. The n that wait lose
-    W each by a window of W. One that comes meanwhile would have found a step under way and taken one of its own
-    afterwards; it gains `fixed - W`, and the first lose its work. So a window is worth rate * W * (fixed - work - W) -
-    n * W, which is greatest at half of fixed - work - n / rate.
+    A server to which requests come evenly is busy long before it would pay: it pays where they come in bursts. So the
+    gap that is expected, 1 / rate below, is one that three of four of the last ones did not exceed. Let a step take
+    `fixed` plus the work of its prompts, each `work`, and requests come at `rate`. The n that wait lose W each by a
+    window of W. One that comes meanwhile would have found a step under way and taken one of its own afterwards; it
+    gains `fixed - W`, and the first lose its work. So a window is worth rate * W * (fixed - work - W) - n * W, which is
+    greatest at half of fixed - work - n / rate. A minimum is kept whether it pays or not.
     """
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
         self._last_arrival_ns = 0
-        self._gap_ns = 0.0  # between requests, of late
+        self._gaps_ns = deque[int](maxlen=_GAPS)  # between requests, of late
         self.opened_ns = 0  # when the window that is open was opened
         self.num_opened = 0
 
     def arrived(self, now: int) -> None:
         """A request came in."""
         if self._last_arrival_ns:
-            gap = now - self._last_arrival_ns
-            self._gap_ns = gap if not self._gap_ns else self._gap_ns + _FOLLOWED * (gap - self._gap_ns)
+            self._gaps_ns.append(now - self._last_arrival_ns)
         self._last_arrival_ns = now
+
+    def _usual_gap_ns(self) -> int:
+        return sorted(self._gaps_ns)[_GAPS * 3 // 4]
 
     def close(self) -> None:
         self.opened_ns = 0
 
     def until(self, waiting: list[Sequence], work_ns: float, now: int) -> int:
-        """When the window closes; `now` where none is worth it. For an engine in which nothing runs.
+        """When the window closes; `now` where there is none. For an engine in which nothing runs.
 
         Args:
             waiting: all of them, few.
             work_ns: of the first one's prompt.
         """
         least_ms, most_ms = (min(each) for each in zip(*(s.service.window_ms for s in waiting), strict=True))
-        if not most_ms or not self._gap_ns or not self._step_time.is_trained:
-            return now
-        fixed = self._step_time.predict_ns(StepWork(prefill_tokens=1))
-        best = (fixed - work_ns - len(waiting) * self._gap_ns) / 2
-        if least_ms * 1e6 >= 2 * best:
-            return now
+        best = 0.0
+        if most_ms and len(self._gaps_ns) == _GAPS and self._step_time.is_trained:
+            fixed = self._step_time.predict_ns(StepWork(prefill_tokens=1))
+            best = (fixed - work_ns - len(waiting) * self._usual_gap_ns()) / 2
         length = min(max(best, least_ms * 1e6), most_ms * 1e6)
+        if length <= 0:
+            return now
         if not self.opened_ns:
             self.opened_ns = now
             self.num_opened += 1

@@ -13,7 +13,6 @@ from headway.policy.promises import (
     DECODE_SHARE,
     LEAST_MARGIN,
     MOST_LEFT_OUT_NS,
-    PRESSING_SHARE,
     URGENT_SHARE,
     Outlook,
     Promises,
@@ -156,30 +155,27 @@ def test_decode_slack_is_kept_whenever_anything_keeps_it(states: list[tuple[floa
     assert all(stays.last_token_ns <= left.last_token_ns for stays in kept for left in outlook.left_out)
 
 
-@given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 200), st.sampled_from([20.0, 40.0]), st.integers(0, 39))
-def test_answers_that_were_late_go_on_beside_an_urgent_prompt_while_it_has_time(
-    others: int, late: int, prompt_len: int, tpot_ms: float, last: int
+@given(st.integers(0, 6), st.integers(0, 6), st.sampled_from([20.0, 40.0]), st.integers(0, 39))
+def test_answers_that_were_late_go_on_beside_an_urgent_prompt(
+    others: int, late: int, tpot_ms: float, last: int
 ) -> None:
     now, heeding = 40 * MS, promises(Exact())
-    promised = decoding(tpot_ms, 39)
     lates = [decoding(tpot_ms, last, yielded="late") for _ in range(late)]
-    running = [promised, *lates, *(decoding(None, number) for number in range(others))]
-    prompt = waiting(prompt_len, 300.0)
-    _, urgent = heeding.yielding([prompt], running, now)
-    outlook = heeding.outlook(running, [], urgent, now)
-    kept = [sequence for sequence in running if sequence not in outlook.left_out]
-    assert promised in kept
-    pace = 1 - heeding.step_ns(1, 0) / promised.tpot_ns
-    needed = heeding.prefill_ns(prompt) / pace + now
-    if not URGENT_SHARE * 300 * MS < needed <= 300 * MS:
-        assert urgent is None
-    elif needed > PRESSING_SHARE * 300 * MS:
-        assert urgent is prompt and kept == [promised]
-    else:
-        allowed = promised.last_token_ns + promised.tpot_ns - now
-        most = max(n for n in range(late + 1) if n == 0 or heeding.step_ns(1 + n, 0) <= allowed)
-        assert urgent is prompt and len(kept) == 1 + most
-        assert all(sequence in lates for sequence in kept[1:])
+    running = [decoding(tpot_ms, 39), *lates, *(decoding(None, number) for number in range(others))]
+    outlook = outlook_of(heeding, running, [], waiting(1, 1), now)
+    assert [sequence for sequence in running if sequence not in outlook.left_out] == running[: 1 + late]
+
+
+@given(PROMPTS, st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=1, max_size=4))
+def test_what_is_late_already_never_makes_a_promise_late(
+    sizes: list[tuple[int, int]], late_sizes: list[tuple[int, int]]
+) -> None:
+    prompts = [waiting(*size) for size in sizes]
+    late = [waiting(length, 1, yielded="late", renewed_ns=due * MS) for length, due in late_sizes]
+    in_order = sorted([*prompts, *late], key=lambda sequence: (sequence.planned_ns, sequence.seq_id))
+    gone = [each.sequence for each in promises().yielding(in_order, [], 0)[0]]
+    without = [each.sequence for each in yields(prompts)]
+    assert len([each for each in gone if each in prompts]) == len(without)
 
 
 def test_one_that_was_left_out_for_long_gets_a_token_and_no_other_with_it() -> None:

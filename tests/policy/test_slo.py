@@ -71,15 +71,23 @@ def test_a_window_is_open_where_it_pays_and_never_longer_than_it_may(
     if length_ms > 0:
         gain = length_ms / gap_ms * (fixed - work_ms - length_ms) - count * length_ms
         at_least = limits[0] / gap_ms * (fixed - work_ms - limits[0]) - count * limits[0]
-        assert gain > -1e-6 * (1 + abs(at_least)) or at_least > 0
-        assert length_ms <= min(limits[1], math.inf if due_ms is None else MOST_OF_TIME_LEFT * due_ms) + 1e-6
+        assert gain > -1e-6 * (1 + abs(at_least)) or length_ms <= limits[0] + 1e-6
+        longest = math.inf if due_ms is None else MOST_OF_TIME_LEFT * due_ms
+        assert min(limits[0], longest) - 1e-5 <= length_ms <= min(limits[1], longest) + 1e-6
         for other_ms in (0.9 * length_ms, 1.1 * length_ms):  # no other length within the limits is worth more
             other = other_ms / gap_ms * (fixed - work_ms - other_ms) - count * other_ms
             within = limits[0] <= other_ms <= limits[1] and due_ms is None
             assert not within or other <= gain + 1e-3
     elif limits[1] > 1e-3 and (due_ms is None or due_ms > 1e-3):
-        best = (fixed - work_ms - count * gap_ms) / 2
-        assert best <= 1e-3 or limits[0] >= 2 * best - 1e-3
+        assert (fixed - work_ms - count * gap_ms) / 2 <= 1e-3 and limits[0] <= 1e-3
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_minimum_is_kept_from_the_first_request_on(is_trained: bool) -> None:
+    window = Window(Exact(fixed=1, is_trained=is_trained))
+    there = [waiting(4, 1000, service=ServiceClass(name="chat", window_ms=(5, 20)))]
+    assert window.until(there, 100 * MS, MS) == 6 * MS
+    assert window.num_opened == 1
 
 
 def test_a_window_s_end_stands_when_others_join() -> None:
@@ -327,7 +335,7 @@ def test_who_is_left_out_is_told_in_the_ledger() -> None:
     assert Phase.DECODE_STALL_POLICY not in first.ledger.phases_ns
 
 
-def test_an_answer_that_was_late_does_not_stand_still_for_an_urgent_prompt_that_has_time() -> None:
+def test_an_answer_that_was_late_keeps_its_pace_beside_an_urgent_prompt() -> None:
     sim = simulation(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=512, step_time=Exact(fixed=5))
     late = sim.submit([1] * 200, 40, service_class="chat")
     offline = sim.submit([1] * 8, 40, service_class="offline")
@@ -346,6 +354,26 @@ def test_an_answer_that_was_late_does_not_stand_still_for_an_urgent_prompt_that_
     sim.run_until_done()
     sim.check_all_closed()
     assert Phase.DECODE_STALL_POLICY not in late.ledger.phases_ns
+
+
+REPORT = ServiceClass(name="report", ttft_ms=5000)
+
+
+def test_one_that_has_yielded_goes_before_what_is_due_later_and_makes_nobody_late() -> None:
+    classes = ClassTable((CHAT, REPORT, OFFLINE))
+    sim = simulation(classes, max_num_seqs=16, max_model_len=512, num_blocks=1000, step_time=Exact(fixed=5))
+    reports = [sim.submit([1 + each] * 500, 2, service_class="report") for each in range(4)]  # more than two seconds
+    for _ in range(20):
+        sim.step()
+    chats = [sim.submit([10 + each] * 40, 2, service_class="chat") for each in range(8)]  # 370 ms
+    while not all(chat.output_len for chat in chats):
+        sim.step()
+    late = [chat for chat in chats if chat.yielded]
+    assert 2 <= len(late) <= 6
+    assert sum(not report.output_len for report in reports) >= 3, "the reports have time"
+    sim.run_until_done()
+    sim.check_all_closed()
+    assert not any(report.yielded for report in reports)
 
 
 @pytest.mark.parametrize("begun", [False, True])
