@@ -226,14 +226,15 @@ class FairSequences(OrderedSequences):
         key = self._order(sequence)
         return all(alike[tenant][0][0] >= key for alike in line.waiting.values() if tenant in alike)
 
-    def owed(self, behind: Iterable[Sequence]) -> list[Sequence]:
-        """Those who are owed: of the levels of these sequences that wait, the first of the tenant served least."""
-        firsts = []
-        for each in behind:
-            line = self._lines[self._line_of(each)]
-            if len(line.joined) > 1:
-                waiting = line.waiting[self._level(each)]
-                firsts.append(waiting[min(waiting, key=line.served.__getitem__)][0][1])
+    def owed(self) -> list[Sequence]:
+        """Those who are owed: of each level on which sequences wait, the first of the tenant served least."""
+        firsts = [
+            waiting[min(waiting, key=line.served.__getitem__)][0][1]
+            for line in self._lines.values()
+            if len(line.joined) > 1
+            for waiting in line.waiting.values()
+            if waiting
+        ]
         return [sequence for sequence in firsts if self.is_owed(sequence)]
 
     def cost(self, sequence: Sequence) -> float:

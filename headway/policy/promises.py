@@ -219,7 +219,7 @@ class Promises:
             if done > due_ns and self.fair is not None:
                 done = _give_up_in_turn(self.fair, kept, sequence, done, done - now, gone)
             elif done > due_ns:
-                done = _give_up(kept, done, due_ns, done - now, gone)
+                done = _give_up(kept, sequence, done, done - now, gone)
             is_late = done > sequence.arrival_ns + URGENT_SHARE * (due_ns - sequence.arrival_ns)
             if is_late and not sequence.has_yielded:
                 hurrying.append(sequence)
@@ -311,14 +311,18 @@ class Promises:
         return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
 
 
-def _give_up(kept: list[_Kept], done: float, due_ns: float, backlog_ns: float, gone: dict[int, Yield]) -> float:
-    """Move prompts of the heap `kept` to `gone` until the others are done by `due_ns`; returns when they are done."""
+def _give_up(kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]) -> float:
+    """Move prompts of the heap `kept` to `gone` until `current` is in time or has been given up itself; returns when
+    the others are done.
+    """
     last_first = list[_Kept]()
-    while kept and done > due_ns:
+    while kept and done > current.planned_ns and not (last_first and last_first[-1][3] is current):
         last_first.append(heapq.heappop(kept))
         done += last_first[-1][1]
+    last = last_first.pop()
+    gone[last[3].seq_id] = Yield(last[3], "overload", backlog_ns)
     for each in reversed(last_first):
-        if done - each[1] <= due_ns:  # giving up one of a better class was enough
+        if last[3] is current or done - each[1] <= current.planned_ns:  # giving up the last one was enough
             done -= each[1]
             heapq.heappush(kept, each)
         else:

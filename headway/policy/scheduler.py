@@ -134,7 +134,7 @@ class Scheduler(Sequences):
         if starved is not None:
             self._rekey(starved, has_starved=True)
         if self.fair is not None:
-            for sequence in slo.owed(prompts, self.waiting, self.fair):
+            for sequence in slo.owed(prompts, self.fair):
                 self._rekey(sequence, yielded="", renewed_ns=0)
         yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
         for each in yields:
@@ -161,9 +161,9 @@ class Scheduler(Sequences):
         return [sequence for sequence in decoding if sequence.seq_id not in numbers]
 
     def _yield(self, each: Yield, plan: StepPlan, now: int) -> None:
-        """Plan a sequence as if it came now, or end it where its class wants that."""
+        """Plan a sequence as if it came now and its work were free, or end it where its class wants that."""
         sequence = each.sequence
-        renewed_ns = now + sequence.due_ns - sequence.arrival_ns
+        renewed_ns = now + sequence.due_ns - sequence.arrival_ns + int(sequence.work_ns)
         self._rekey(sequence, yielded=sequence.yielded or each.reason, renewed_ns=renewed_ns)
         if sequence.service.when_late == "refuse":
             sequence.retry_after_s = max(1, math.ceil(each.backlog_ns / 1e9))

@@ -18,11 +18,11 @@ from itertools import chain
 from headway.policy.block_manager import BlockManager
 from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders, promise_rank
+from headway.policy.order import BEHIND_ALL, OrderedSequences, Orders
 from headway.policy.output_lengths import OutputLengths
 from headway.policy.prefix_batching import PrefixLeaders
 from headway.policy.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises, Yield, is_promised
-from headway.policy.request import FinishReason, Sequence, Status
+from headway.policy.request import NEVER, FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.shares import Shares
 from headway.policy.step_budget import StepBudget
@@ -60,7 +60,7 @@ class SloPolicy:
         self._leaders = PrefixLeaders(blocks.block_size, orders.admission, blocks.checkpoints is not None)
         self._orders = orders
         self._starved: Sequence | None = None
-        self._is_crowded = False  # sequences without a promise would have to be left out
+        self._open_until_ns = NEVER  # without a promise only those may start whose first tokens are planned by then
 
     # --- who comes and goes -------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class SloPolicy:
             return False
         if sequence.has_starved:
             return True
-        is_last = sequence.is_behind and not is_promised(sequence)
-        if self._is_crowded and is_last and not self.shares.has_seat_left(sequence.service.name):
+        is_held_up = sequence.planned_ns > self._open_until_ns and not is_promised(sequence)
+        if is_held_up and not self.shares.has_seat_left(sequence.service.name):
             return False
         if sequence.output_len:
             return True
@@ -173,17 +173,17 @@ class SloPolicy:
             in_order.sort()
         return self.promises.yielding([sequence for _, sequence in in_order], decoding, now)
 
-    def owed(self, prompts: list[Sequence], waiting: OrderedSequences, fair: FairSequences) -> list[Sequence]:
+    def owed(self, prompts: list[Sequence], fair: FairSequences) -> list[Sequence]:
         """Those that have yielded and are owed to their tenants, of those who run and of the first who wait."""
-        running = [sequence for sequence in prompts if sequence.yielded and fair.is_owed(sequence)]
-        head = {promise_rank(sequence): sequence for _, sequence in waiting.before(BEHIND_ALL, LOOKED_AT)}
-        behind = {promise_rank(sequence): sequence for sequence in first_of_ranks(waiting)}
-        return running + [sequence for sequence in fair.owed((head | behind).values()) if sequence.has_yielded]
+        running = [sequence for sequence in prompts if sequence.has_yielded and fair.is_owed(sequence)]
+        return running + [sequence for sequence in fair.owed() if sequence.has_yielded]
 
     def outlook(self, decoding: list[Sequence], prompts: list[Sequence], urgent: Sequence | None, now: int) -> Outlook:
         """The limits that promises set to the step."""
         outlook = self.promises.outlook(decoding, prompts, urgent, now)
-        self._is_crowded = bool(outlook.left_out) or urgent is not None
+        self._open_until_ns = 0 if outlook.left_out else NEVER
+        if urgent is not None:
+            self._open_until_ns = urgent.planned_ns
         return outlook
 
     def most_tokens(self, sequence: Sequence, budget: StepBudget) -> int:
