@@ -27,7 +27,7 @@ def distribution(
         values: shape (n,), finite, in arrival order. None at all gives a distribution of NaNs without a claim.
         percentiles: each 0 < p < 100.
         groups: shape (n,), for each value the request it belongs to, rising in arrival order; None when every value
-            is a request of its own.
+            is a request of its own. Below the number of requests that their P50 takes, no claim is made.
         confidence: of each interval, two-sided.
     """
     values = np.asarray(values, dtype=float)
@@ -58,8 +58,11 @@ def _percentile(
     independent = max(1, math.floor(effective + 1e-9))
     low, high = binomial_ranks(independent, p / 100.0, confidence)
     needs = samples_needed(p, confidence, tau=n / effective) if low is None or high is None else None
-    if n < samples_needed(p, confidence):
-        return _refused(p, needs or samples_needed(p, confidence))
+    wanted = samples_needed(p, confidence)
+    if groups is not None:  # values of few requests say little of others, however many they are
+        wanted = max(wanted, math.ceil(samples_needed(50.0, confidence) * n / len(np.unique(groups))))
+    if n < wanted:
+        return _refused(p, max(needs or 0, wanted))
     # The r-th of m values stands at the share r / (m + 1); that share of the n values there are, rounded outwards.
     stretch = (n + 1) / (independent + 1)
     return Percentile(

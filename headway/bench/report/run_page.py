@@ -18,7 +18,7 @@ from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
 from headway.bench.report.views import Run, load_name, load_of, steady_or_whole, tokens_per_s
-from headway.report.parts import Banner, Page, Section, Table
+from headway.report.parts import Banner, Page, Section, Table, Tone
 from headway.report.style import number, plain, sentence
 
 MOST_DETAILED = 3  # runs of a sweep that are shown in full
@@ -211,7 +211,8 @@ def this_machine() -> dict[str, Any]:
 
 def _run_verdict(result: RunResult, views: Sequence[Summary], claims: Claims) -> tuple[Banner, ...]:
     valid = verdict.is_valid(result, views, claims)
-    opening = Banner(verdict.headline(result, views, claims), (), "good" if valid else "bad")
+    tone: Tone = "bad" if not valid else "warn" if verdict.spoilt_figures(views) else "good"
+    opening = Banner(verdict.headline(result, views, claims), (), tone)
     return (opening, *verdict.banners(result, views, claims))
 
 

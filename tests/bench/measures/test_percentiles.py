@@ -231,3 +231,13 @@ def test_anytime_interval_holds_at_every_look() -> None:
     assert missed_anytime / runs <= 0.05 + 0.03
     assert missed_single / runs > 0.1
     assert anytime_interval(np.array([])) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("requests", [1, 5, 6])
+def test_many_gaps_of_a_handful_of_requests_are_refused_as_their_ttft_is(requests: int) -> None:
+    groups = np.repeat(np.arange(requests), 500)
+    values = np.random.default_rng(1).exponential(size=len(groups))
+    found = distribution(values, PERCENTILES[:4], groups=groups).percentiles
+    ttft = distribution(values[:requests], [50.0]).percentiles[0]
+    assert all((each.value is None) == (ttft.value is None) == (requests < 6) for each in found)
+    assert all(each.needs is not None and each.needs >= 3000 for each in found if each.value is None)

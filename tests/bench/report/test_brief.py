@@ -12,6 +12,7 @@ from headway.bench.measures.summary import summarise_all
 from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report.brief import brief
 from headway.bench.report.console import print_brief, print_summary
+from headway.bench.report.run_page import report_page
 from tests.bench.report.runs import failed_only
 from tests.bench.report.simulated import simulated_run
 from tests.bench.report.test_console import printed
@@ -68,7 +69,17 @@ def test_a_client_that_adds_a_little_is_said_beside_the_figure() -> None:
     assert "client: up to" in found["TTFT"]
     run.client.loop_lag_ms = [400.0] * 1000
     assert "not valid" in lines_of(run)["ITL"]
-    assert lines_of(run)["Valid"].startswith("but for TTFT P50, ")
+    said = lines_of(run)["Valid"]
+    assert said.startswith("but for TTFT P50, ") and "upper bounds" in said and "another machine" in said
+
+
+def test_a_page_opens_in_green_only_where_every_figure_may_be_quoted() -> None:
+    run = simulated_run(300)
+    tones = []
+    for lag_ms in (0.0, 400.0):
+        run.client.loop_lag_ms = [lag_ms] * 1000
+        tones.append(report_page([(run, summarise_all(run))]).verdict[0].tone)
+    assert tones == ["good", "warn"]
 
 
 def test_what_is_wrong_is_said_with_what_helps() -> None:
