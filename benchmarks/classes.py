@@ -309,7 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", metavar="PROGRAM", help="vllm of its environment, as a contestant")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants to measure, by their names in the table")
     parser.add_argument("--budgets", type=int, nargs="*", default=[256, 512, 1024, 2048], help="static, in tokens")
-    mixes = [MIXES / f"{name}.toml" for name in ("tuned", "untuned", "offline")]
+    mixes = [MIXES / f"{name}.toml" for name in ("tuned", "untuned", "unseen", "offline")]
     parser.add_argument("--mixes", type=Path, nargs="+", default=mixes)
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0], help="arrivals so many times as fast")
     parser.add_argument("--seconds", type=float, default=40.0, help="in which requests come, in each run")
