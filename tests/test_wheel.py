@@ -1,0 +1,86 @@
+"""The wheel has every file of the package, and what is installed of it serves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "headway"
+# What setuptools would copy, without making a wheel: most of the time goes into compressing the bundled models.
+OUTPUTS = """
+from setuptools import Distribution
+project = Distribution({"script_name": "setup.py"})
+project.parse_config_files(["pyproject.toml"])
+project.include_package_data = False  # which takes what an earlier build has listed, too
+build = project.get_command_obj("build_py")
+build.build_lib = "."
+build.ensure_finalized()
+print(*build.get_outputs(include_bytecode=0), sep="\\n")
+"""
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+def in_repository() -> set[str]:
+    files = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(REPOSITORY)) for path in files}
+
+
+def test_the_wheel_has_every_file_of_the_package() -> None:
+    ran = subprocess.run([sys.executable, "-c", OUTPUTS], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    files = {os.path.normpath(line) for line in ran.stdout.splitlines()}
+    assert in_repository() - files == set()
+    assert {
+        *(
+            "headway/py.typed",
+            "headway/kernels/cpu.py",
+            "headway/kernels/cuda.py",
+            "headway/text/templates/chatml.jinja",
+        ),
+        *("headway/bundled/story/model.safetensors", "headway/cost/tables/models.toml", "headway/report/page.html.j2"),
+    } <= files
+
+
+def test_the_command_of_the_wheel_is_there() -> None:
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["headway"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.slow
+def test_what_is_installed_of_the_wheel_serves(tmp_path: Path) -> None:
+    """Outside of the clone: what is missing in the wheel is missing here."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(PACKAGE, source / "headway", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("headway-*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:  # to install a wheel without compiled parts is to unpack it
+        archive.extractall(site)
+    assert "headway = headway.__main__:main" in next(site.glob("*.dist-info/entry_points.txt")).read_text()
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    where = [sys.executable, "-c", "import headway; print(headway.__file__)"]
+    assert subprocess.check_output(where, cwd=tmp_path, env=environment, text=True).startswith(str(site))
+    command = [sys.executable, "-m", "headway", "serve", "--host", "127.0.0.1", "--port", "0", "--threads", "1"]
+    server = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving .* at (http\S+)/v1", line)))
+        ask = {"messages": [{"role": "user", "content": "Tell me about the sea."}], "max_tokens": 8}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=60).json()
+        assert answer["model"] == "headway/story" and answer["usage"]["completion_tokens"] > 0
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
