@@ -213,6 +213,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         _engine(
             "Share of the memory of the GPU, or of the machine without one, to use when --kv-cache-memory is not set. "
             "Default: 0.9 of a GPU; on a CPU half of what is free becomes the KV cache.",
+            short="--memory-utilization",
             min=0.01,
             max=1.0,
             common=True,

@@ -16,6 +16,7 @@ REASONS = {
     "network",
     "GPU",
     "other engines",
+    "other clients",
     "compiles every kernel",
     "a file of your own",
     "a server with a data folder",
