@@ -100,7 +100,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
         fail(str(error))
     display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
     engine = EngineClient(config, display.on_progress, replay)
-    with ExitStack() as ending:
+    with listener, ExitStack() as ending:
         ending.callback(display.stop)
         ending.callback(engine.kill)
         if not settings.preload_prompts:  # else the engine needs their tokens
