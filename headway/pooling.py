@@ -153,21 +153,20 @@ def pairs(queries: list[str], documents: list[str]) -> list[tuple[int, int]]:
     return [(number if len(queries) > 1 else 0, number) for number in range(len(documents))]
 
 
-def judged_text(template: ChatTemplate, query: str, document: str, instruction: str | None) -> str:
-    """The prompt in which a model judges a pair, by its chat template.
+def judged_messages(
+    template: ChatTemplate, query: str, document: str, instruction: str | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables of the prompt in which a model judges a pair, by its chat template.
 
     A template for reranking has the roles query, document and, for the instruction, system. Another one gets the words
     that Qwen3-Reranker knows.
-
-    Raises:
-        TextError: the template does not accept this.
     """
     if _KNOWS_PAIRS.match(template.source):
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return template.render(([{"role": "system", "content": instruction}] if instruction else []) + messages)
+        return ([{"role": "system", "content": instruction}] if instruction else []) + messages, {}
     asked = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
     messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
-    return template.render(messages, variables={"enable_thinking": False})
+    return messages, {"enable_thinking": False}
 
 
 # --- the files --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from headway.choices import TokenizedPrompt
 from headway.policy.pooling import PoolingParams
-from headway.pooling import Pooler, cosine, judged_text, pairs, relevance
+from headway.pooling import Pooler, cosine, judged_messages, pairs, relevance
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
 from tests.text.tiny_tokenizers import save_chat_model
@@ -147,6 +147,11 @@ QWEN3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+
+
+def judged_text(template: ChatTemplate, query: str, document: str, instruction: str | None) -> str:
+    messages, variables = judged_messages(template, query, document, instruction)
+    return template.render(messages, variables=variables)
 
 
 def test_the_prompt_of_qwen3_reranker_is_the_published_one() -> None:

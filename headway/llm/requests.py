@@ -14,7 +14,7 @@ from headway.models.folder import resolve_model
 from headway.policy.pooling import PoolingParams
 from headway.policy.sampling_params import SamplingParams, sampling_defaults
 from headway.policy.service_class import ClassTable
-from headway.pooling import Pooler, floats, judged_text
+from headway.pooling import Pooler, floats, judged_messages
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 
@@ -195,7 +195,8 @@ class Front:
     def judgement(self, query: str, document: str, instruction: str | None, service_class: str) -> VectorCollector:
         """Of a request that has the model judge a pair."""
         assert self.chat_template is not None and self.tokenizer is not None
-        text = judged_text(self.chat_template, query, document, instruction)
+        messages, variables = judged_messages(self.chat_template, query, document, instruction)
+        text = self.chat_template.render(messages, variables=variables)
         prompted = TokenizedPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
         request = self._request(prompted, _NOTHING, service_class)
         request.pooling = self.pooler.judgement

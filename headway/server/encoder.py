@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from headway.server.text_work import INLINE_CHARS, TextWork
 from headway.text.known_texts import KnownTexts
+from headway.text.process import TextProcess
 from headway.text.tokenizer import Tokenizer
 
 # Characters that are encoded in one call. Whoever comes meanwhile waits for its end.
@@ -41,6 +42,14 @@ def share_cores(tokenizer: Tokenizer) -> None:
     thread.join()
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than are wanted: `count`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """Texts of one request that wait to be encoded."""
@@ -56,35 +65,46 @@ class Encoder:
 
     Args:
         work: whose threads it takes, and whose bound on what may wait.
+        process: encodes texts that are longer still, of which even to free the memory would delay the event loop;
+            `process_work` has the thread that waits for it.
 
     Attributes:
         calls: of the tokenizer in a thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, known: KnownTexts, work: TextWork) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, known: KnownTexts, work: TextWork, process_work: TextWork, process: TextProcess
+    ) -> None:
         self.known = known
         self.work = work
+        self._process_work = process_work
+        self._process = process
         self._tokenizer = tokenizer
         self._jobs: deque[_Job] = deque()
         self._encoding: asyncio.Task[None] | None = None
         self.calls = 0
 
-    async def encode_all(self, texts: list[str], add_special_tokens: bool, salt: str | None = None) -> list[list[int]]:
+    async def encode_all(
+        self, texts: list[str], add_special_tokens: bool, salt: str | None = None, most: int = 2**31
+    ) -> list[list[int]]:
         """Token ids of each text.
 
         Args:
             salt: what was encoded with another salt is not known.
+            most: ids of a text that are wanted.
 
         Raises:
             ApiError: 429 when too much waits already.
+            TooManyTokens: a very long text has more than `most`; others are encoded whole.
+            TextError: a very long text takes too long.
         """
         if add_special_tokens:  # the tokenizer may put some anywhere
-            return await self._encoded(texts, True)
+            return await self._encoded(texts, True, most)
         known, salt = self.known, salt or ""
         parts = [known.parts(text) for text in texts]
         found: dict[str, Iterable[int] | None] = {part: known.find(part, salt) for one in parts for part in one}
         missing = [part for part, ids in found.items() if ids is None]
-        for part, ids in zip(missing, await self._encoded(missing, False), strict=True):
+        for part, ids in zip(missing, await self._encoded(missing, False, most), strict=True):
             known.keep(part, salt, ids)
             found[part] = ids
         whole = []
@@ -94,10 +114,12 @@ class Encoder:
                 whole[-1].extend(found[part] or ())
         return whole
 
-    async def _encoded(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    async def _encoded(self, texts: list[str], add_special_tokens: bool, most: int) -> list[list[int]]:
         size = sum(map(len, texts))
         if size <= INLINE_CHARS:
             return [self._tokenizer.encode_here(text, add_special_tokens) for text in texts]
+        if any(len(text) > TOGETHER_CHARS for text in texts):
+            return await self._encoded_apart(texts, add_special_tokens, most)
         self.work.check(size)
         job = _Job(texts, add_special_tokens, size, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
@@ -110,6 +132,19 @@ class Encoder:
             if job in self._jobs:  # its client has gone
                 self._jobs.remove(job)
                 self.work.waiting -= size
+
+    async def _encoded_apart(self, texts: list[str], add_special_tokens: bool, most: int) -> list[list[int]]:
+        folder, found = self._tokenizer.folder, list[list[int]]()
+        for text in texts:
+            if len(text) <= TOGETHER_CHARS:
+                found += await self._encoded([text], add_special_tokens, most)
+                continue
+            encode = partial(self._process.encode, folder, [text], add_special_tokens, most)
+            (ids,) = await self._process_work.run(len(text), encode)
+            if isinstance(ids, int):
+                raise TooManyTokens(ids)
+            found.append(ids)
+        return found
 
     async def _encode_waiting(self) -> None:
         while self._jobs:
@@ -144,7 +179,20 @@ class Encoder:
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         self.calls += 1
         found = []
-        for ids in self._tokenizer.encode_all(texts, add_special_tokens):
-            found.append(ids)
-            time.sleep(PAUSE_S)
+        for group in _groups(texts):
+            for ids in self._tokenizer.encode_all(group, add_special_tokens):
+                found.append(ids)
+                time.sleep(PAUSE_S)
         return found
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts that are encoded together: what the tokenizer makes of them beside ids is freed at once."""
+    group, size = list[str](), 0
+    for text in texts:
+        if group and size + len(text) > TOGETHER_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    yield group

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from headway.choices import TokenizedPrompt
 from headway.policy.preload import PreloadedPrompt
 from headway.preload_file import NamedPrompt
+from headway.server.encoder import TooManyTokens
 from headway.server.errors import bad_request
 from headway.server.parameters import check_ids
 from headway.server.schemas import ChatFields, Message, RequestBody
 from headway.server.service import Service
 from headway.text.chat_template import ChatTemplate, advice
+from headway.text.plain_template import NotPlain
+from headway.text.process import MOST_CHARS
 from headway.text.tokenizer import TextError, Tokenizer
 
 MAX_PROMPTS = 1024
@@ -29,11 +37,15 @@ async def completion_prompts(
     cache_salt: str | None,
     field: str = "prompt",
     most: int = MAX_PROMPTS,
+    is_cut: bool = False,
 ) -> list[TokenizedPrompt]:
     """Each of the prompts that a request has in a field, encoded.
 
+    Args:
+        is_cut: they may be longer than the context.
+
     Raises:
-        ApiError: 400 when there is none, one is empty, or an id is not in the vocabulary.
+        ApiError: 400 when there is none, one is empty or longer than any context, or an id is not in the vocabulary.
     """
     prompts = as_list(given)
     if not prompts:
@@ -42,7 +54,7 @@ async def completion_prompts(
         raise bad_request(f"{field} has {len(prompts)} prompts; at most {most} are allowed", field)
     texts = [text for text in prompts if isinstance(text, str)]
     if texts:
-        found = await service.encoder.encode_all(texts, add_special_tokens, cache_salt)
+        found = await prompt_ids(service, texts, add_special_tokens, cache_salt, field, is_cut)
         encoded = [TokenizedPrompt(token_ids, text) for token_ids, text in zip(found, texts, strict=True)]
     else:
         for token_ids in prompts:
@@ -53,6 +65,38 @@ async def completion_prompts(
             which = field if len(encoded) == 1 else f"{field} {position}"
             raise bad_request(f"{which} is empty; give at least one token", field)
     return encoded
+
+
+def most_chars(service: Service, is_cut: bool = False) -> int:
+    """Characters that no prompt exceeds which fits the context. With `is_cut`, it need not fit."""
+    longest = service.tokenizer.longest_token
+    if is_cut or longest is None:
+        return MOST_CHARS
+    return min(MOST_CHARS, longest * service.check_ready().max_model_len)
+
+
+async def prompt_ids(
+    service: Service, texts: list[str], add_special_tokens: bool, salt: str | None, field: str, is_cut: bool
+) -> list[list[int]]:
+    """Token ids of prompts. Raises ApiError 400, without encoding it, for one that can't fit the context."""
+    limit, room = service.check_ready().max_model_len, most_chars(service, is_cut)
+    for text in texts:
+        if len(text) > room:
+            raise bad_request(
+                f"the prompt has {len(text)} characters; the model's context is {limit} tokens, which is less than "
+                f"{room} characters",
+                field,
+            )
+    try:
+        return await service.encoder.encode_all(texts, add_special_tokens, salt, 2**31 if is_cut else limit)
+    except TooManyTokens as error:
+        raise bad_request(
+            f"the prompt has {error.count} tokens; the model's context is {limit} tokens, so a prompt may have at most "
+            f"{limit - 1}",
+            field,
+        ) from None
+    except TextError as error:
+        raise bad_request(str(error), field) from None
 
 
 def most_tokens(body: RequestBody, max_model_len: int, longest: float) -> int | None:
@@ -100,11 +144,59 @@ def truncated(prompt: TokenizedPrompt, most: int, keep_end: bool, before: int = 
     return TokenizedPrompt([*ids[:before], *kept, *ids[end:]])
 
 
+# Chats up to here are rendered at once where the template is plain; with longer texts even a plain step takes its time.
+PLAIN_CHARS = 2**15
+_NO_VARIABLES = frozenset(("tools", "messages", "add_generation_prompt", "continue_final_message"))
 CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too
 
 
-async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None = None) -> TokenizedPrompt:
+async def rendered(
+    service: Service,
+    messages: list[dict[str, Any]],
+    field: str,
+    most: int = MOST_CHARS,
+    variables: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> str:
+    """The prompt for messages, by the chat template: at once if that is known to take little, else in a process.
+
+    Args:
+        most: characters of the prompt.
+
+    Raises:
+        ApiError: 400 when the template refuses the messages, fails on them or takes too long.
+    """
+    template = service.template
+    assert template is not None
+    size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
+    if variables:
+        size += len(msgspec.json.encode(variables))
+    try:
+        if size <= PLAIN_CHARS:
+            with contextlib.suppress(NotPlain):
+                return template.render(messages, variables=variables, plainly=True, **options)
+        render = partial(service.text_process.render, template, messages, most, variables=variables or {}, **options)
+        return await service.process_work.run(size, render)
+    except TextError as error:
+        raise bad_request(str(error), field) from None
+
+
+def _given(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Raises ApiError 400 where they have what is not theirs."""
+    for name in _NO_VARIABLES & (variables or {}).keys():
+        if (variables or {})[name] not in (None, []):
+            said = "tool calls are not supported yet" if name == "tools" else f"{name} is a field of its own"
+            raise bad_request(f"chat_template_kwargs has {name}: {said}", f"chat_template_kwargs.{name}")
+    return variables or {}
+
+
+async def chat_prompt(
+    service: Service, body: ChatFields, cache_salt: str | None = None, is_cut: bool = False
+) -> TokenizedPrompt:
     """The messages, formatted by the chat template and encoded.
+
+    Args:
+        is_cut: they may be longer than the context.
 
     Raises:
         ApiError: 400 when there is no template, or it does not accept the messages.
@@ -119,20 +211,16 @@ async def chat_prompt(service: Service, body: ChatFields, cache_salt: str | None
     knows_developer = "developer" in template.source
     messages = [_as_template_message(message, i, knows_developer) for i, message in enumerate(body.messages)]
 
-    def render() -> str:
-        return template.render(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=_reasoning(body, template) | (body.chat_template_kwargs or {}),
-        )
-
-    try:
-        size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
-        text = await service.text_work.run(size, render)
-    except TextError as error:
-        raise bad_request(str(error), "messages") from None
-    token_ids = (await service.encoder.encode_all([text], body.add_special_tokens, cache_salt))[0]
+    text = await rendered(
+        service,
+        messages,
+        "messages",
+        most_chars(service, is_cut),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=_reasoning(body, template) | _given(body.chat_template_kwargs),
+    )
+    token_ids = (await prompt_ids(service, [text], body.add_special_tokens, cache_salt, "messages", is_cut))[0]
     if not token_ids:
         raise bad_request("the chat template gives an empty prompt for these messages", "messages")
     return TokenizedPrompt(token_ids, text)
@@ -187,8 +275,13 @@ def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate |
 
 
 def _as_template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
-    content = "" if message.content is None else message.content  # as agents repeat an answer without text
-    if not isinstance(content, str):
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            path = f"messages[{index}].content"
+            raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
+        content = ""  # as agents repeat an answer without text
+    elif not isinstance(content, str):
         content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
     # OpenAI's newer name for the system role; most templates know the older one only.
     role = "system" if message.role == "developer" and not knows_developer else message.role

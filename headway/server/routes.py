@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.parameters import check_ids, fitted_params, sampling_params
-from headway.server.prompts import as_list, chat_prompt, completion_prompts, most_tokens, truncated
+from headway.server.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.request_body import check_body, query_number
 from headway.server.schemas import (
     ChatBody,
@@ -43,6 +45,8 @@ from headway.server.service import Service
 from headway.server.serving import read, read_unless_full, serve
 
 BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, TokenizeText, TokenizeChat, DetokenizeBody)
+# Of /tokenize: as many are written at once as take less than a millisecond.
+TOKENS_BETWEEN_PAUSES, PAUSE_S = 1024, 2e-5
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
 # Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
@@ -50,6 +54,16 @@ MAX_PROMPT_LOGPROBS = 3_000_000
 _LONG_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 _WORKING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
 _GENERATING = responses.errors(403) | _WORKING
+
+
+def _written(token_ids: list[int], show: Callable[[int], str] | None = None) -> msgspec.Raw:
+    """Ids, or what is shown of each, as JSON, with pauses for the event loop."""
+    parts = []
+    for at in range(0, len(token_ids), TOKENS_BETWEEN_PAUSES):
+        ids = token_ids[at : at + TOKENS_BETWEEN_PAUSES]
+        parts.append(msgspec.json.encode(ids if show is None else [show(token_id) for token_id in ids])[1:-1])
+        time.sleep(PAUSE_S)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def _json(content: Any) -> Response:
@@ -163,9 +177,11 @@ class Routes:
         ]
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
+        is_cut = body.truncate_prompt_tokens is not None
         if isinstance(body, ChatBody):
-            return [await chat_prompt(self._service, body, body.cache_salt)]
-        return await completion_prompts(self._service, body.prompt, body.add_special_tokens, body.cache_salt)
+            return [await chat_prompt(self._service, body, body.cache_salt, is_cut)]
+        given = body.prompt, body.add_special_tokens, body.cache_salt
+        return await completion_prompts(self._service, *given, is_cut=is_cut)
 
     def _truncated(
         self, body: CompletionBody | ChatBody, prompts: list[TokenizedPrompt], service_class: ServiceClass
@@ -213,18 +229,18 @@ class Routes:
         service.check_model(body.model)
         ready = service.check_ready()
         if isinstance(body, TokenizeChat):
-            token_ids = (await chat_prompt(service, body)).token_ids
+            token_ids = (await chat_prompt(service, body, is_cut=True)).token_ids
         else:
-            token_ids = (await service.encoder.encode_all([body.prompt], body.add_special_tokens))[0]
-        strings = [service.tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
-        return _json(
-            {
-                "count": len(token_ids),
-                "max_model_len": ready.max_model_len,
-                "tokens": token_ids,
-                "token_strs": strings,
-            }
-        )
+            (token_ids,) = await prompt_ids(service, [body.prompt], body.add_special_tokens, None, "prompt", True)
+
+        def write() -> bytes:
+            text = service.tokenizer.token_text
+            head = {"count": len(token_ids), "max_model_len": ready.max_model_len}
+            strings = _written(token_ids, text) if body.return_token_strs else None
+            return msgspec.json.encode({**head, "tokens": _written(token_ids), "token_strs": strings})
+
+        encoded = await service.text_work.finish(len(token_ids), write)
+        return Response(encoded, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service

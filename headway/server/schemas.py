@@ -200,6 +200,15 @@ class CompletionBody(GenerationBody):
 class Message(Body):
     """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"type": ["string", "array"]}}},
+            ]
+        }
+    )
+
     role: Literal["system", "developer", "user", "assistant"]
     content: ContentField
     name: str | None = None

@@ -31,6 +31,7 @@ from headway.server.text_work import TextWork
 from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
 from headway.text.chat_template import ChatTemplate
 from headway.text.known_texts import KnownTexts, safe_cuts
+from headway.text.process import TextProcess
 from headway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headway.server")
@@ -58,9 +59,12 @@ class Service:
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
         self.bodies = BodyReader(settings.max_body_size)
         self.text_work = TextWork(settings.max_queued_text)
+        self.text_process = TextProcess()
+        self.process_work = TextWork(settings.max_queued_text, threads=1, inline=-1)  # waits for the process
         self.pooler = Pooler.load(tokenizer, template)
         cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
-        self.encoder = Encoder(tokenizer, KnownTexts(cuts, settings.max_known_text), self.text_work)
+        known = KnownTexts(cuts, settings.max_known_text)
+        self.encoder = Encoder(tokenizer, known, self.text_work, self.process_work, self.text_process)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.metrics.add_encoder(self.encoder)
         self.created = int(time.time())
@@ -235,7 +239,9 @@ class Service:
         for task in list(self._background):
             task.cancel()
         await self.engine.stop()
+        self.text_process.close()
         self.text_work.close()
+        self.process_work.close()
         self.bodies.close()
         if self.quotas is not None:
             self.quotas.close()

@@ -21,12 +21,14 @@ class TextWork:
 
     Args:
         max_waiting: characters or tokens that may wait for a thread. A longer text may wait when it is the only one.
+        inline: those of work that is done at once.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, threads: int = THREADS, inline: int = INLINE_CHARS) -> None:
         self._max_waiting = max_waiting
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
-        self._free = asyncio.Semaphore(THREADS)
+        self._inline = inline
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._free = asyncio.Semaphore(threads)
         self.waiting = 0
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
@@ -35,7 +37,7 @@ class TextWork:
         Raises:
             ApiError: 429 when too much waits already.
         """
-        if size > INLINE_CHARS:
+        if size > self._inline:
             self.check(size)
         return await self.finish(size, function)
 
@@ -51,7 +53,7 @@ class TextWork:
 
     async def finish(self, size: int, function: Callable[[], T]) -> T:
         """As run(), for work that ends a request: it waits, however much waits before it."""
-        if size <= INLINE_CHARS:
+        if size <= self._inline:
             return function()
         self.waiting += size
         try:

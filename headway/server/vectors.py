@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Callable
@@ -17,21 +18,22 @@ from headway.policy.intake import check_prompt
 from headway.policy.pooling import PoolingParams
 from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import InvalidParameter, SamplingParams
-from headway.pooling import cosine, floats, judged_text, pairs, relevance
+from headway.pooling import cosine, floats, judged_messages, pairs, relevance
 from headway.server import responses
 from headway.server.answers import in_one_piece
 from headway.server.classes import Terms
 from headway.server.connection import ARRIVED
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
-from headway.server.prompts import CHARS_OF_A_TURN, as_list, completion_prompts, most_tokens, truncated
+from headway.server.prompts import as_list, completion_prompts, most_tokens, prompt_ids, rendered, truncated
 from headway.server.schemas import EmbeddingBody, RequestBody, RerankBody, ScoreBody
 from headway.server.service import Service
 from headway.server.serving import read_unless_full, serve
-from headway.text.tokenizer import TextError
+from headway.text.process import MOST_CHARS
 
 MAX_INPUTS = 2048  # as OpenAI
 _NOTHING = SamplingParams(temperature=0.0, max_tokens=1)  # is sampled
+PAIRS_IN_A_TURN = 64  # of the event loop; each takes some 30 us
 _BYTES_OF_AN_ENTRY = 64  # of vectors: as many are written in the time of an entry of another answer
 _ERRORS = responses.errors(400, 401, 403, 404, 408, 413, 429, 500, 503)
 
@@ -61,7 +63,7 @@ class VectorRoutes:
         async def make(terms: Terms, place: Place) -> Response:
             checked_ns = clock()
             params = self._embedding(body.dimensions)
-            given = body.input, body.add_special_tokens, body.cache_salt, "input", MAX_INPUTS
+            given = body.input, body.add_special_tokens, body.cache_salt, "input", MAX_INPUTS, _is_cut(body)
             prompts = self._embedded(body, await completion_prompts(service, *given), body.add_special_tokens, terms)
             generation = self._generation(request, body, prompts, params, terms, place, checked_ns, "input")
             write = partial(_embeddings, generation, self._head(body), body.encoding_format == "base64")
@@ -129,7 +131,7 @@ class VectorRoutes:
                 prompts = await self._judged(body, [(queries[q], documents[d]) for q, d in asked], fields[1], terms)
             else:
                 params = self._embedding(None)
-                given = [*queries, *documents], True, body.cache_salt, fields[1], 2 * MAX_INPUTS
+                given = [*queries, *documents], True, body.cache_salt, fields[1], 2 * MAX_INPUTS, _is_cut(body)
                 prompts = self._embedded(body, await completion_prompts(service, *given), True, terms)
             generation = self._generation(request, body, prompts, params, terms, place, checked_ns, fields[1])
 
@@ -201,17 +203,21 @@ class VectorRoutes:
     ) -> list[TokenizedPrompt]:
         service, template = self._service, self._service.template
         assert template is not None
-
-        def render() -> list[str]:
-            return [judged_text(template, query, document, body.instruction) for query, document in texts]
-
-        try:
-            size = sum(len(query) + len(document) + CHARS_OF_A_TURN for query, document in texts)
-            rendered = await service.text_work.run(size, render)
-        except TextError as error:
-            raise bad_request(str(error), field) from None
-        encoded = await service.encoder.encode_all(rendered, False, body.cache_salt)
-        return [TokenizedPrompt(token_ids, text) for token_ids, text in zip(encoded, rendered, strict=True)]
+        size = sum(len(query) + len(document) for query, document in texts) + len(body.instruction or "") * len(texts)
+        if size > MOST_CHARS:
+            raise bad_request(
+                f"all pairs of queries and {field} have {size} characters together; at most {MOST_CHARS} are allowed "
+                "in one request",
+                field,
+            )
+        asked = list[str]()
+        for number, (query, document) in enumerate(texts, 1):
+            messages, variables = judged_messages(template, query, document, body.instruction)
+            asked.append(await rendered(service, messages, field, variables=variables))
+            if number % PAIRS_IN_A_TURN == 0:
+                await asyncio.sleep(0)
+        encoded = await prompt_ids(service, asked, False, body.cache_salt, field, _is_cut(body))
+        return [TokenizedPrompt(token_ids, text) for token_ids, text in zip(encoded, asked, strict=True)]
 
     def _generation(
         self,
@@ -282,6 +288,10 @@ def _sides(body: ScoreBody) -> tuple[tuple[str, str], list[str], list[str]]:
             raise bad_request(f"{name} is missing", name)
     first, second = [[side] if isinstance(side, str) else side for side in sides]
     return names, first, second
+
+
+def _is_cut(body: RequestBody) -> bool:
+    return body.truncate_prompt_tokens is not None
 
 
 def _few(count: int, field: str) -> int:

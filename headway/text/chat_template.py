@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from headway.text.plain_template import NotPlain, PlainTemplate
 from headway.text.tokenizer import TextError, Tokenizer, read_json
 
 # Goes after the last message when it is to be continued; the text is cut where it comes out again.
@@ -81,6 +83,9 @@ def _lacking(family: _Family, tokenizer: Tokenizer) -> list[str]:
     return [token for token in family.tokens if tokenizer.backend.token_to_id(token) is None]
 
 
+MOST_SOURCE_CHARS = 2**20
+
+
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's words for training; in a prompt its content stands as it is."""
 
@@ -103,14 +108,25 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+@pass_context
+def _as_it_is(context: Context, value: Any) -> Any:
+    return value
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """What Hugging Face templates expect. Nothing of a template is evaluated before it is rendered."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_as_it_is,  # which needs a context, so that constants are not computed in advance
+            extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+        )
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
 
 
 class ChatTemplate:
@@ -124,17 +140,23 @@ class ChatTemplate:
         doubt: why answers may not be good, as a sentence without its full stop; empty where nothing is known.
 
     Raises:
-        TextError: when the template is not valid Jinja.
+        TextError: when the template is not valid Jinja, or too large.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if len(source) > MOST_SOURCE_CHARS:
+            raise TextError(f"the chat template has {len(source)} characters; at most {MOST_SOURCE_CHARS} are allowed")
         self.source = source
         self.doubt = ""
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
+        environment = _Environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self._plain = PlainTemplate.of(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise TextError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+        except (RecursionError, MemoryError, SyntaxError):
+            raise TextError("the chat template is nested too deeply") from None
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
@@ -175,24 +197,28 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        plainly: bool = False,
     ) -> str:
-        """The prompt for `messages`.
+        """The prompt for `messages`. A template can loop for ever, and take any amount of memory.
 
         Args:
             continue_final_message: end the prompt inside the last message, for the model to go on with it.
             variables: further variables for the template, such as enable_thinking.
+            plainly: only if that takes a few milliseconds at most, whatever the template does.
 
         Raises:
             TextError: when the template refuses the messages or fails on them.
+            NotPlain: only with `plainly`.
         """
         conversation = [dict(message) for message in messages]
         if continue_final_message:
             conversation[-1]["content"] = f"{conversation[-1]['content']}{_CONTINUE_HERE} "
-        given = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        given = {"tools": None, "documents": None, **self.special_tokens, **(variables or {})}
+        given |= {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                **{**given, "messages": conversation, "add_generation_prompt": add_generation_prompt}
-            )
+            text = self._plain.render(given) if plainly else self._template.render(given)
+        except NotPlain:
+            raise
         except jinja2.TemplateError as error:
             raise TextError(f"the chat template does not accept these messages: {error.message}") from None
         except Exception as error:  # a template may fail in any way that Python can

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+LONG_TOKENS = 2000
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -28,6 +29,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+# What comes before a model and drops nothing of a text.
+_KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts")
 BYTE_OF = _byte_level_alphabet()
 
 
@@ -60,6 +63,7 @@ class Tokenizer:
         special_tokens: name, as bos_token, to its text.
         config: tokenizer_config.json; generation_config: generation_config.json, or {}.
         is_byte_level: tokens are byte strings, so text can be decoded byte by byte.
+        longest_token: characters of a text that one token stands for at most; None where that is not known.
         left_out: texts of added tokens that the model has no row for. They are read as any other text.
     """
 
@@ -72,6 +76,7 @@ class Tokenizer:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     is_byte_level: bool
+    longest_token: int | None = None
     left_out: tuple[str, ...] = ()
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
@@ -116,6 +121,7 @@ class Tokenizer:
             config=config,
             generation_config=generation_config,
             is_byte_level=(described.get("decoder") or {}).get("type") == "ByteLevel",
+            longest_token=_longest_token(described),
             left_out=tuple(left_out),
         )
 
@@ -174,6 +180,9 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing."""
+        if len(token_ids) > LONG_TOKENS:  # only this lets go of the interpreter's lock
+            texts: list[str] = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            return texts[0]
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -205,6 +214,38 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _parts(described: Any, within: str) -> list[dict[str, Any]]:
+    """A step of a tokenizer, or the steps in it."""
+    if not isinstance(described, dict):
+        return []
+    inner = described.get(within)
+    return [each for part in inner for each in _parts(part, within)] if isinstance(inner, list) else [described]
+
+
+def _longest_token(described: dict[str, Any]) -> int | None:
+    """Characters for which one token can stand. None where any number can: unknown words, blanks that are dropped."""
+    model, cuts = described.get("model") or {}, _parts(described.get("pre_tokenizer"), "pretokenizers")
+    vocab, added = model.get("vocab"), described.get("added_tokens") or []
+    if model.get("type") != "BPE" or not isinstance(vocab, dict) or not vocab:
+        return None
+    if not (model.get("byte_fallback") or any(each.get("type") == "ByteLevel" for each in cuts)):
+        return None
+    if any(each.get("type") not in _KEEPING or each.get("behavior") == "Removed" for each in cuts):
+        return None
+    if any(each.get("lstrip") or each.get("rstrip") for each in added):
+        return None
+    factor = 1
+    for each in _parts(described.get("normalizer"), "normalizers"):
+        replaced = (each.get("pattern") or {}).get("String")
+        if each.get("type") == "NFC":
+            factor = 4  # of so many characters one can be composed
+        elif each.get("type") != "Prepend" and not (
+            each.get("type") == "Replace" and replaced and len(each.get("content", "")) >= len(replaced)
+        ):
+            return None
+    return factor * max(max(map(len, vocab)), max((len(each["content"]) for each in added), default=1))
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from headway.server.encoder import TOGETHER_CHARS, Encoder
+from headway.server.encoder import TOGETHER_CHARS, Encoder, TooManyTokens
 from headway.server.errors import ApiError
 from headway.server.text_work import INLINE_CHARS, THREADS, TextWork
 from headway.text.known_texts import KnownTexts, safe_cuts
+from headway.text.process import TextProcess
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
@@ -27,10 +28,12 @@ LONG = "Once upon a time. " * 200
 
 @pytest.fixture
 def encoder(tokenizer: Tokenizer) -> Iterator[Encoder]:
-    work = TextWork(10**6)
-    yield Encoder(tokenizer, KnownTexts(safe_cuts(tokenizer.backend, TEMPLATE), 10**6), work)
-    assert work.waiting == 0
+    work, apart, process = TextWork(10**7), TextWork(10**7, threads=1, inline=-1), TextProcess()
+    yield Encoder(tokenizer, KnownTexts(safe_cuts(tokenizer.backend, TEMPLATE), 10**6), work, apart, process)
+    assert (work.waiting, apart.waiting) == (0, 0)
+    process.close()
     work.close()
+    apart.close()
 
 
 async def test_texts_are_encoded_as_they_are_alone(encoder: Encoder, tokenizer: Tokenizer) -> None:
@@ -66,7 +69,7 @@ async def test_those_that_come_meanwhile_are_encoded_together(encoder: Encoder, 
 
 async def test_more_than_may_wait_is_refused(tokenizer: Tokenizer) -> None:
     work = TextWork(2 * len(LONG))
-    encoder = Encoder(tokenizer, KnownTexts(None, 0), work)
+    encoder = Encoder(tokenizer, KnownTexts(None, 0), work, work, TextProcess())
     gate = threading.Event()
     blocked = [asyncio.create_task(work.run(INLINE_CHARS + 1, gate.wait)) for _ in range(THREADS)]
     waiting = [asyncio.create_task(encoder.encode_all([LONG], True)) for _ in range(2)]
@@ -140,6 +143,7 @@ import asyncio, os, threading, time
 from headway.server.encoder import NICENESS, Encoder, share_cores
 from headway.server.text_work import TextWork
 from headway.text.known_texts import KnownTexts
+from headway.text.process import TextProcess
 from headway.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(tokenizer.folder)!r})
 os.environ["RAYON_NUM_THREADS"] = "1"
@@ -150,7 +154,8 @@ texts = ["Once upon a time. " * 20_000] * 4
 busy = threading.Thread(target=lambda: list(tokenizer.encode_all(texts)))
 busy.start()
 time.sleep(0.05)
-encoder = Encoder(tokenizer, KnownTexts(None, 0), TextWork(10**6))
+work = TextWork(10**6)
+encoder = Encoder(tokenizer, KnownTexts(None, 0), work, work, TextProcess())
 waited = []
 while busy.is_alive():
     began = time.monotonic()
@@ -162,3 +167,32 @@ assert min(waited) < 0.01, waited
 """
     # Forks of a process that has used the library's threads get a variable that forbids them.
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "true"})
+
+
+async def test_very_long_texts_are_encoded_in_a_process(encoder: Encoder, tokenizer: Tokenizer) -> None:
+    """Even to free what the library makes of them would delay the event loop."""
+    texts = ["Once upon a time. " * (TOGETHER_CHARS // 17 + 1), "short", "", "Once upon. " * (TOGETHER_CHARS // 11 + 1)]
+    for special in (True, False):
+        found = await encoder.encode_all(texts, special)
+        assert found == [tokenizer.encode(text, special) for text in texts]
+    assert encoder.calls == 0
+    with pytest.raises(TooManyTokens) as refused:
+        await encoder.encode_all(texts, True, most=1000)
+    assert refused.value.count == len(tokenizer.encode(texts[0]))
+
+
+async def test_many_texts_are_encoded_a_few_at_a_time(
+    encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    encode_all = tokenizer.encode_all
+
+    def counting(texts: list[str], add_special_tokens: bool = True) -> Iterator[list[int]]:
+        sizes.append(sum(map(len, texts)))
+        return encode_all(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_all", counting)
+    texts = [f"{number} " * (TOGETHER_CHARS // 16) for number in range(10, 30)]
+    found = await encoder.encode_all(texts, True)
+    assert len(sizes) > 2 and max(sizes) <= TOGETHER_CHARS
+    assert found == [next(encode_all([text])) for text in texts]

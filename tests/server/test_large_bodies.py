@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from headway.server import request_body
 from headway.server.errors import ApiError, bad_request
 from headway.server.request_body import MAX_VALUES, PIECE_BYTES, SMALL_BYTES, BodyReader, check_body
 from headway.server.schemas import ChatBody, CompletionBody, TokenIds
+from headway.text import process
+from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer
@@ -179,3 +183,46 @@ def test_fields_of_chats_are_counted_where_they_are_known() -> None:
 
 def test_reader_of_small_bodies_takes_no_thread() -> None:
     assert BodyReader(10)._thread._threads == set()
+
+
+def test_a_prompt_that_no_context_holds_is_refused_without_being_encoded(server: LiveServer) -> None:
+    text = "once upon a time " * 200_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        began = time.monotonic()
+        answer = server.post(path, **body)
+        assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"], answer.text
+        assert time.monotonic() - began < 3
+
+
+def test_variables_of_a_template_bring_no_tools(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    answer = server.post("/v1/chat/completions", messages=messages, chat_template_kwargs={"tools": [{"a": 1}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs.tools"
+    assert server.post("/v1/chat/completions", messages=messages, chat_template_kwargs={"tools": []}).status_code == 200
+
+
+def test_a_template_that_loops_for_a_request_is_ended_while_others_go_on(
+    start_server: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RENDER_S", 1.0)
+    looping = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = "{% if loop_for_ever is defined %}" + looping + "{% endif %}{{ messages[0].content }}"
+    server = start_server(template=ChatTemplate(source, {}))
+    messages = [{"role": "user", "content": "Hello"}]
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(
+            server.post, "/v1/chat/completions", messages=messages, chat_template_kwargs={"loop_for_ever": True}
+        )
+        worst = 0.0
+        while not slow.done():
+            began = time.monotonic()
+            assert server.client.get("/health").status_code == 200
+            worst = max(worst, time.monotonic() - began)
+    assert worst < 1.0
+    answer = slow.result()
+    assert answer.status_code == 400 and "took more than 1 s" in answer.json()["error"]["message"]
+    assert server.post("/v1/chat/completions", messages=messages).status_code == 200

@@ -114,8 +114,9 @@ def test_server_refuses_texts_when_too_many_wait(start_server: StartServer, gate
     asker = threading.Thread(target=ask)
     asker.start()
     eventually(lambda: work.waiting > 0)
-    for path in ("/v1/completions", "/tokenize"):
-        refused = server.post(path, prompt="x" * 2 * LONG)
+    several = ["x" * 1000] * (2 * LONG // 1000 + 1)  # each of which might fit the context
+    for path, prompt in (("/v1/completions", several), ("/tokenize", "x" * 2 * LONG)):
+        refused = server.post(path, prompt=prompt)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
