@@ -1,15 +1,19 @@
-"""Train the bundled model and its draft from plain prose.
+"""Train the bundled model and its draft, first on plain prose, then also on stories and conversations of a program.
 
     python tools/train_bundled.py prepare --text prose.txt.gz --work work/
     python tools/train_bundled.py train   --work work/ --size main
     python tools/train_bundled.py train   --work work/ --size draft
+    python tools/train_bundled.py stories --text prose.txt.gz --work work/
+    python tools/train_bundled.py train   --work work/ --size main  --on stories --tokens 7000000
+    python tools/train_bundled.py train   --work work/ --size draft --on stories --tokens 7000000
     python tools/train_bundled.py export  --work work/ --size main  --out headway/bundled/story
     python tools/train_bundled.py export  --work work/ --size draft --out headway/bundled/story-draft
 
 The architecture is Llama's (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings), so that
 the export is an ordinary Hugging Face folder. Two-dimensional weights are trained with Muon, the rest
 with AdamW; the rate is held constant and then decays linearly to zero over the last part of the run.
-`train` writes a checkpoint every few minutes and continues from it when started again.
+`train` writes a checkpoint every few minutes and continues from it when started again. `train --on stories` begins with
+the weights of the first run, or with those of an exported folder (`--weights`).
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stories
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
@@ -36,6 +41,7 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 VOCAB_SIZE = 8192
 HELD_OUT_BOOKS = 3
 CHAT_SHARE = 0.15
+PIECE = 700  # tokens of a book in one piece, between stories
 ROLES = {
     "story": "The small language model that comes with Headway.",
     "story-draft": "A draft for speculative decoding with headway/story: the same tokenizer, a tenth of the size.",
@@ -89,21 +95,26 @@ def as_chat(paragraph: str) -> str | None:
     return f"{TURN_START}user\n{opening}{TURN_END}\n{TURN_START}assistant\n{rest}{TURN_END}\n"
 
 
-def book_text(book: str, rng: random.Random) -> str:
+def book_text(book: str, rng: random.Random, chat_share: float = CHAT_SHARE) -> str:
     """A book as training text: runs of plain paragraphs with some retold as chat."""
     pieces = []
     for paragraph in unwrap(book):
-        chat = as_chat(paragraph) if rng.random() < CHAT_SHARE else None
+        chat = as_chat(paragraph) if rng.random() < chat_share else None
         pieces.append(f"{END_OF_TEXT}{chat}{END_OF_TEXT}" if chat else paragraph + "\n\n")
     return END_OF_TEXT + "".join(pieces)
 
 
-def prepare(args: argparse.Namespace) -> None:
-    with gzip.open(args.text, "rt", encoding="utf-8") as file:
+def read_books(path: Path) -> list[str]:
+    """The books in the order of training; the first ones are held out."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         books = [b for b in file.read().split(END_OF_TEXT) if b.strip()]
+    random.Random(0).shuffle(books)
+    return books
+
+
+def prepare(args: argparse.Namespace) -> None:
     rng = random.Random(0)
-    rng.shuffle(books)
-    texts = [book_text(book, rng) for book in books]
+    texts = [book_text(book, rng) for book in read_books(args.text)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,6 +130,36 @@ def prepare(args: argparse.Namespace) -> None:
         ids = np.concatenate([np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(part)])
         np.save(args.work / f"{name}.npy", ids)
         print(f"{name}: {len(part)} books, {sum(map(len, part)):,} characters, {len(ids):,} tokens")
+
+
+def told(text: list[stories.Turn] | str) -> str:
+    """A text of `stories` as the chat template writes it."""
+    if isinstance(text, str):
+        return END_OF_TEXT + text
+    return END_OF_TEXT + "".join(f"{TURN_START}{role}\n{words}{TURN_END}\n" for role, words in text)
+
+
+def prepare_stories(args: argparse.Namespace) -> None:
+    """Tokens of made stories and conversations, mixed with pieces of the books in their proportion."""
+    tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    for name, seed, tokens in (("stories_held_out", 1, 100_000), ("stories_train", 0, args.tokens)):
+        made, count = [], 0
+        source = stories.texts(seed)
+        while count < tokens:
+            encoded = tokenizer.encode_batch([told(next(source)) for _ in range(1000)])
+            made += [np.array(e.ids, dtype=np.uint16) for e in encoded]
+            count += sum(len(e.ids) for e in encoded)
+        if name == "stories_train":
+            rng = random.Random(2)
+            books = "".join(book_text(book, rng, chat_share=0.02) for book in read_books(args.text)[HELD_OUT_BOOKS:])
+            ids = np.array(tokenizer.encode(books).ids, dtype=np.uint16)
+            pieces = np.split(ids, range(PIECE, len(ids), PIECE))
+            rng.shuffle(pieces)
+            made += pieces[: round(count * args.books / (1 - args.books) / PIECE)]
+            rng.shuffle(made)
+        ids = np.concatenate(made)
+        np.save(args.work / f"{name}.npy", ids)
+        print(f"{name}: {len(ids):,} tokens")
 
 
 # --- model ------------------------------------------------------------------------------------------
@@ -203,6 +244,16 @@ def held_out_loss(model: Decoder, ids: np.ndarray, length: int, windows: int = 3
     return total / windows
 
 
+def document_starts(ids: np.ndarray, starts: np.ndarray, within: int) -> np.ndarray:
+    """Each start, or the beginning of its document where that is less than `within` tokens before it.
+
+    A served conversation begins at position 0, so many windows of training do too.
+    """
+    begins = np.flatnonzero(ids == 0) + 1
+    begins = begins[np.maximum(np.searchsorted(begins, starts, side="right") - 1, 0)]
+    return np.where((begins <= starts) & (starts - begins < within), begins, starts)
+
+
 def save_atomically(state: object, path: Path) -> None:
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
@@ -211,7 +262,8 @@ def save_atomically(state: object, path: Path) -> None:
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    data, held_out = (np.load(args.work / f"{name}.npy") for name in ("train", "held_out"))
+    held_out = np.load(args.work / "held_out.npy")
+    data = np.load(args.work / ("stories_train.npy" if args.on == "stories" else "train.npy"))
     model = Decoder(SHAPES[args.size])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data):,} training tokens")
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
@@ -221,7 +273,11 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(others, lr=args.adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    checkpoint, step = args.work / f"{args.size}.pt", 0
+    checkpoint, step, before = args.work / f"{args.size}.pt", 0, 0
+    if args.on == "stories":
+        before = load_weights(model, checkpoint, args.weights)
+        held_out_stories = np.load(args.work / "stories_held_out.npy")
+        checkpoint = args.work / f"{args.size}-stories.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint)
         model.load_state_dict(state["model"])
@@ -236,6 +292,8 @@ def train(args: argparse.Namespace) -> None:
             optimizer.param_groups[0]["lr"] = peak * rate_factor(step / total, args.decay)
         length = args.length if step / total < args.long_from else model.shape.context
         starts = np.random.default_rng(step).integers(0, len(data) - length - 1, args.batch_tokens // length)
+        if args.on == "stories":
+            starts = document_starts(data, starts, length // 2)
         batch = torch.from_numpy(np.stack([data[s : s + length + 1] for s in starts]).astype(np.int64))
         loss_sum = 0.0
         for part in batch.chunk(micro):
@@ -259,16 +317,30 @@ def train(args: argparse.Namespace) -> None:
             saved_at = now
             measured = held_out_loss(model, held_out, model.shape.context)
             print(f"  held-out loss {measured:.4f} nats a token", flush=True)
-            save_atomically(
-                {
-                    "model": model.state_dict(),
-                    "optimizers": [o.state_dict() for o in optimizers],
-                    "step": step,
-                    "tokens": step * args.batch_tokens,
-                    "held_out_loss": measured,
-                },
-                checkpoint,
-            )
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": step,
+                "tokens": before + step * args.batch_tokens,
+                "held_out_loss": measured,
+            }
+            if args.on == "stories":
+                state["story_tokens"] = step * args.batch_tokens
+                state["held_out_stories"] = held_out_loss(model, held_out_stories, model.shape.context)
+                print(f"  held-out loss of stories {state['held_out_stories']:.4f} nats a token", flush=True)
+            save_atomically(state, checkpoint)
+
+
+def load_weights(model: Decoder, checkpoint: Path, folder: Path | None) -> int:
+    """Weights of the first run, from its checkpoint or from an exported folder; gives its tokens."""
+    if folder is None:
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        return int(state["tokens"])
+    tensors = load_file(folder / "model.safetensors")
+    names = {exported: name for name in model.state_dict() for exported in hugging_face_tensors({name: torch.empty(1)})}
+    model.load_state_dict({names[exported]: value.float() for exported, value in tensors.items()})
+    return int(json.loads((folder / "training_report.json").read_text())["training_tokens"])
 
 
 # --- export -----------------------------------------------------------------------------------------
@@ -296,7 +368,8 @@ def hugging_face_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def export(args: argparse.Namespace) -> None:
     s = SHAPES[args.size]
-    state = torch.load(args.work / f"{args.size}.pt")
+    trained = args.work / f"{args.size}-stories.pt"
+    state = torch.load(trained if trained.exists() else args.work / f"{args.size}.pt")
     tensors = hugging_face_tensors(state["model"])
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
@@ -322,7 +395,7 @@ def export(args: argparse.Namespace) -> None:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    generation = {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    generation = {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -335,7 +408,9 @@ def export(args: argparse.Namespace) -> None:
         "shape": asdict(s),
         "parameters": sum(t.numel() for t in tensors.values()),
         "training_tokens": state["tokens"],
+        "story_tokens": state.get("story_tokens", 0),
         "held_out_loss_nats_per_token": round(state["held_out_loss"], 4),
+        "held_out_stories_nats_per_token": round(state.get("held_out_stories", math.nan), 4),
     }
     for name, content in (
         ("config", config),
@@ -357,7 +432,9 @@ def model_card(name: str, s: Shape, report: dict[str, Any], weights: Path) -> st
         megabytes=weights.stat().st_size / 1e6,
         parameters=report["parameters"],
         training_tokens=report["training_tokens"],
+        story_tokens=report["story_tokens"],
         held_out_loss=report["held_out_loss_nats_per_token"],
+        held_out_stories=report["held_out_stories_nats_per_token"],
         **asdict(s),
     )
 
@@ -365,19 +442,26 @@ def model_card(name: str, s: Shape, report: dict[str, Any], weights: Path) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, run in (("prepare", prepare), ("train", train), ("export", export)):
+    for name, run in (("prepare", prepare), ("stories", prepare_stories), ("train", train), ("export", export)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument("--work", type=Path, required=True, help="folder of tokens and checkpoints")
-        if name == "prepare":
+        if name in ("prepare", "stories"):
             command.add_argument(
                 "--text", type=Path, required=True, help="gzipped prose, books separated by <|endoftext|>"
             )
+        if name == "prepare":
+            continue
+        if name == "stories":
+            command.add_argument("--tokens", type=int, default=5_000_000, help="tokens of made stories")
+            command.add_argument("--books", type=float, default=0.3, help="share of the books among all tokens")
             continue
         command.add_argument("--size", choices=SHAPES, required=True)
         if name == "export":
             command.add_argument("--out", type=Path, required=True)
             continue
+        command.add_argument("--on", choices=("prose", "stories"), default="prose")
+        command.add_argument("--weights", type=Path, help="with --on stories: begin with this exported folder")
         command.add_argument("--tokens", type=int, default=14_000_000)
         command.add_argument("--batch-tokens", type=int, default=8192)
         command.add_argument("--micro-tokens", type=int, default=8192, help="tokens of one forward pass")
