@@ -91,9 +91,9 @@ class CpuKernels:
             **kinds,
         }
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
-        return self._packed([(weight, bias)])
+        return self._packed([(weight, bias)], wide=wide)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
@@ -128,8 +128,10 @@ class CpuKernels:
         self._team.share(cpu_rows.join_job(), cpu_rows.JOIN, tokens * heads, out.numel(), arguments)
         return out
 
-    def _packed(self, products: Iterable[Product], gate: Gate | None = None, count: int = 1) -> PackedLinear:
-        return PackedLinear(products, self._team, self._memory, gate, self._choice, count)
+    def _packed(
+        self, products: Iterable[Product], gate: Gate | None = None, count: int = 1, wide: bool = False
+    ) -> PackedLinear:
+        return PackedLinear(products, self._team, self._memory, gate, self._choice, count, wide)
 
     def routing_counts(self) -> RoutingCounts:
         """Of all mixtures of these kernels so far."""

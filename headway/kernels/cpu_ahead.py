@@ -34,7 +34,7 @@ from headway.kernels.cpu_linear import kind_of
 from headway.kernels.cpu_packing import pack_job, rows_job
 from headway.kernels.cpu_product import product_job
 from headway.kernels.cpu_sampling import draw_job
-from headway.kernels.cpu_simd import BFLOAT16, KINDS
+from headway.kernels.cpu_simd import BFLOAT16, FLOAT32, KINDS
 
 _MOST_HELPERS = 3
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
@@ -53,7 +53,7 @@ def jobs(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, choice: Choi
     packed = [each for each in weights if not any(each is grouped for grouped in GROUPED)]
     return [
         (attend_job, (x, choice.way(cache, "attention").kind if cache is BFLOAT16 else cache)),
-        (draw_job, (x,)),
+        (draw_job, (FLOAT32,)),  # in which the head's results are
         *((product_job, (x, way.kind, way.least_on_tiles > 0)) for way in ways),
         *((pack_job, (x, each)) for each in packed),
         (cpu_rows.rotate_both_job, (x,)),

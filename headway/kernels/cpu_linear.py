@@ -41,7 +41,7 @@ from headway.kernels.cpu_matrix import ON_TILES, SPLIT, STEP_WORDS, configuratio
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_packing import PACK, ROWS, pack_job, pack_nibbles, rows_job
 from headway.kernels.cpu_planes import words_of_tile
-from headway.kernels.cpu_product import PRODUCT, product_job
+from headway.kernels.cpu_product import PRODUCT, WIDE, product_job
 from headway.kernels.cpu_simd import FLOAT16, KINDS
 from headway.kernels.cpu_team import Team
 from headway.kernels.weights import Gate, Groups, Product, Weight
@@ -94,6 +94,7 @@ class PackedLinear:
         gate: with one, the first half of the rows is a gate and the second half is what it lets through, and the result
             is half as wide.
         choice: which way products take; None: that of this process.
+        wide: results are float32, as the sums are; without a gate.
 
     Raises:
         ValueError: a weight has another format.
@@ -107,8 +108,9 @@ class PackedLinear:
         gate: Gate | None = None,
         choice: Choice | None = None,
         count: int = 1,
+        wide: bool = False,
     ) -> None:
-        self._team, self._choice = team, choice or choice_for()
+        self._team, self._choice, self._wide = team, choice or choice_for(), wide
         self._gate = None if gate is None else _numbers(gate)
         panels: list[GroupedPanels] = []
         orders: list[Tensor | None] = []
@@ -234,7 +236,7 @@ class PackedLinear:
         return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, packed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]."""
+        """x [T, in] -> [T, out], of x's dtype or wide."""
         return self._product(x, x.shape[0], 0, False)
 
     def of_experts(self, x: Tensor, plan: Plan, gathers: bool) -> Tensor:
@@ -248,7 +250,7 @@ class PackedLinear:
     def _product(self, x: Tensor, rows: int, plan: int, gathers: bool) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = self._team.empty((rows, self.out_features), x.dtype)
+        out = self._team.empty((rows, self.out_features), torch.float32 if self._wide else x.dtype)
         if rows == 0:
             return out
         made_ready = self._team.empty((rows * self._x_stride if self._prepared or gathers else 0,), torch.uint8)
@@ -268,7 +270,7 @@ class PackedLinear:
             rows.data_ptr() if len(rows) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(), self.out_features,
-            0 if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
+            int(self._wide) * WIDE if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
             *more, self._tiles,
         )  # fmt: skip
 

@@ -62,6 +62,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 # Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
 MOST_FROM_NIBBLES = 8
 _GROUPED, _NEVER = -1, 1 << 62
+# In place of a gate's address: there is none, and results are float32.
+WIDE = 1
 
 
 @compiled()
@@ -227,13 +229,16 @@ def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, ga
 def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
     """A panel's sums of some tokens to its columns of out [rows, features], in the rows from `row` on.
 
-    of_all is the panel's number among those of all experts; a number of out has `size` bytes.
+    of_all is the panel's number among those of all experts; a number of out has `size` bytes, or 4 where it is WIDE.
     """
     scales, bias, out, features, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
-    each = PANEL // 2 if gate != 0 else PANEL
-    to, of_panel = out + (row * features + panel * each) * size, of_all * PANEL * 4
+    is_wide = gate == WIDE
+    each = PANEL // 2 if gate != 0 and not is_wide else PANEL
+    to, of_panel = out + (row * features + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
     count = min(each, features - panel * each)
-    if gate != 0:
+    if is_wide:
+        _finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, features)
+    elif gate != 0:
         _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features, gate)
     else:
         _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features)
@@ -326,7 +331,7 @@ PRODUCT = struct.Struct("32q")
 
 @once_per_kind
 def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
-    """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x.
+    """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x; or wide, to float32.
 
     Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. On
     tiles are pieces of as many tokens and more as cpu_matrix's configurations say, whose address is the last argument:

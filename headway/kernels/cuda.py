@@ -33,14 +33,14 @@ _INTERPRETED_MULTIPROCESSORS = 8
 class PackedLinear:
     """A matrix in the form that its checkpoint has, with its gate if it has one."""
 
-    def __init__(self, product: Product, gate: Gate | None, multiprocessors: int) -> None:
+    def __init__(self, product: Product, gate: Gate | None, multiprocessors: int, wide: bool = False) -> None:
         self.packed = pack([product], 1, gated=gate is not None)
         self.out_features = self.packed.outputs
-        self._gate, self._multiprocessors = gate, multiprocessors
+        self._gate, self._multiprocessors, self._wide = gate, multiprocessors, wide
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        return multiply(self.packed, x, self._multiprocessors, self._gate)
+        return multiply(self.packed, x, self._multiprocessors, self._gate, wide=self._wide)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] of the weight -> [T, in]."""
@@ -63,11 +63,11 @@ class CudaKernels(TorchKernels):
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._seen = Seen()
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        """Lay out a packed weight [out, in]; a plain one is kept."""
+    def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
+        """Lay out a packed weight [out, in]; a plain one is kept, and is never wide."""
         if weight.format == "none":
             return super().linear(weight, bias)
-        return PackedLinear((weight, bias), None, self._multiprocessors)
+        return PackedLinear((weight, bias), None, self._multiprocessors, wide)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """Lay out a packed weight [2 * F, in]; with a plain one the gate is an operation of its own."""

@@ -287,16 +287,21 @@ def count_splits(packed: Packed, columns: int, multiprocessors: int) -> int:
 
 
 def multiply(
-    packed: Packed, x: Tensor, multiprocessors: int, gate: Gate | None = None, routed: Routed | None = None
+    packed: Packed,
+    x: Tensor,
+    multiprocessors: int,
+    gate: Gate | None = None,
+    routed: Routed | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """x [T, in] times the matrix -> [T, out], gated [T, out / 2]; routed, a row for each of its rows.
 
-    A gated matrix has its gate and up rows by turns.
+    A gated matrix has its gate and up rows by turns. Wide, the result is float32, as the sums are.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows = len(x) if routed is None else len(routed.experts)
     width = packed.outputs if gate is None else packed.outputs // 2
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, width), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if rows == 0:
         return out
     is_one = rows == 1 if routed is None else routed.counts is None

@@ -196,7 +196,7 @@ class Linear(Protocol):
     out_features: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]."""
+        """x [T, in] -> [T, out], in x's dtype unless it is wide."""
         ...
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -234,8 +234,10 @@ class Kernels(Protocol):
     name: str
     warm_up_tokens: int | None
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Lay out weight [out, in] for repeated use; the caller drops its own reference afterwards.
+
+        Wide, it gives its sums in float32, unrounded; or in x's dtype, where the device's library gives nothing else.
 
         Raises:
             ValueError: these kernels do not have the weight's format; it names the format.

@@ -23,6 +23,8 @@ from headway.kernels.interface import (
 )
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
+_WIDE_AT_ONCE = 8192  # rows of a weight of which there is a float32 copy at a time
+
 
 def check_unquantized(weight: Weight, kernels: str) -> None:
     """Refuse what only the CPU's kernels have.
@@ -45,19 +47,29 @@ def check_unscaled(cache: LayerCache, kernels: str) -> None:
 
 
 class ReferenceLinear:
-    """A weight [out, in] kept as it came; of parts that were lent, a copy."""
+    """A weight [out, in] kept as it came; of parts that were lent, a copy.
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    Args:
+        wide: on a CPU, results are float32. Elsewhere torch would need a float32 copy of the weight.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> None:
         self.weight = weight.values if isinstance(weight.values, Tensor) else torch.cat(weight.values)
         self.bias = bias
         self._factor = weight.factor
+        self._wide = wide
         self.out_features = self.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        if self._factor == 1.0:
+        if self._wide and x.device.type == "cpu" and x.dtype != torch.float32:
+            rows = x.float()
+            product = torch.cat([F.linear(rows, part.float()) for part in self.weight.split(_WIDE_AT_ONCE)], 1)
+        elif self._factor == 1.0:
             return F.linear(x, self.weight, self.bias)
-        product = F.linear(x, self.weight) * self._factor
+        else:
+            product = F.linear(x, self.weight)
+        product = product * self._factor
         return product if self.bias is None else product + self.bias
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -130,10 +142,10 @@ class TorchKernels:
         """[T, 2 * F] -> [T, F]: the first half is the gate of the second."""
         raise NotImplementedError
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Wrap weight [out, in] without copying it, unless it is lent."""
         check_unquantized(weight, self.name)
-        return ReferenceLinear(weight, bias)
+        return ReferenceLinear(weight, bias, wide)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """See Kernels."""

@@ -67,18 +67,18 @@ class Assembler:
     def decoder_weights(self) -> DecoderWeights:
         embedding: Callable[[Tensor], Tensor]
         if self._config.traits.centred:
-            lm_head = self._linear(EMBEDDING if self._config.shape.tied_embeddings else "lm_head")
+            lm_head = self._linear(EMBEDDING if self._config.shape.tied_embeddings else "lm_head", wide=True)
             self._refuse_packed(EMBEDDING)
             rows = self._stack(f"{EMBEDDING}.weight")
             for part in rows.split(_CENTRED_AT_ONCE):
                 part.sub_(part.float().mean(1, keepdim=True))
             embedding = partial(self._kernels.take, rows)
         elif self._config.shape.tied_embeddings:
-            lm_head = self._linear(EMBEDDING)
+            lm_head = self._linear(EMBEDDING, wide=True)
             embedding = lm_head.rows
         else:
             embedding = self._table(EMBEDDING)
-            lm_head = self._linear("lm_head")
+            lm_head = self._linear("lm_head", wide=True)
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         final_norm = self._norm("model.norm", self._config.multipliers.logits)
         return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
@@ -362,10 +362,10 @@ class Assembler:
                 f"{layer} is packed, and weights of this family change while loading; take a checkpoint that is not"
             )
 
-    def _linear(self, *layers: str, factor: float = 1.0) -> Linear:
+    def _linear(self, *layers: str, factor: float = 1.0, wide: bool = False) -> Linear:
         product = self._product(*layers, factor=factor)
         with self._clock.measure("layout"):
-            return self._kernels.linear(*product)
+            return self._kernels.linear(*product, wide)
 
     def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
         product = self._product(*layers)

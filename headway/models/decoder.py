@@ -287,7 +287,10 @@ class Decoder:
         return residual, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab], in the model's dtype."""
+        """Logits of the chosen rows of forward's result: [R, hidden] -> [R, vocab].
+
+        They are float32, in which their sums are, where the kernels give these; else in the model's dtype.
+        """
         logits, cap = self.weights.lm_head(hidden), self.config.softcaps.logits
         return logits if cap is None else self.kernels.soft_cap(logits, cap)
 

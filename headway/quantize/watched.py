@@ -91,8 +91,8 @@ class WatchedKernels(ReferenceKernels):
         self._weights = weights
         self.layers: list[WatchedLinear] = []
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> WatchedLinear:
-        """See Kernels."""
+    def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> WatchedLinear:
+        """See Kernels. None is wide: nothing is drawn."""
         return self._made(weight, bias, None)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> WatchedLinear:

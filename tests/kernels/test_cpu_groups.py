@@ -56,8 +56,9 @@ def test_products_and_rows(scheme: str, out: int, width: int, size: int, run: in
 def test_other_dtypes(dtype: torch.dtype, scheme: str) -> None:
     weight = random_weight(scheme, 70, 256, 64, 1, dtype=dtype)
     dense, x = multiplied_out(weight), random(2, dtype, 9, 256)
-    linear = CpuKernels().linear(weight, None)
+    linear, wide = CpuKernels().linear(weight, None), CpuKernels().linear(weight, None, True)(x)
     assert torch.equal(linear.rows(torch.arange(70)), dense.to(dtype))
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), linear(x))
     assert relative_error(linear(x), F.linear(activations(x, weight), dense.double())) < ROUNDING[dtype]
 
 

@@ -147,6 +147,19 @@ def test_rows(quantization: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_results_are_the_sums_before_they_are_rounded(quantization: str, dtype: torch.dtype) -> None:
+    weight, bias, x = random(0, dtype, 203, 1030), random(1, dtype, 203), random(2, dtype, 65, 1030)
+    dense = CpuKernels().linear(Weight(weight.float(), quantization), None).rows(torch.arange(203)).double()
+    linear, wide = (CpuKernels().linear(Weight(weight, quantization), bias, each) for each in (False, True))
+    expected, alone = F.linear(rounded(x, quantization), dense, bias.double()), wide(x[:1])
+    for tokens in (1, 5, 65):
+        result = wide(x[:tokens])
+        assert result.dtype == torch.float32 and relative_error(result, expected[:tokens]) < ROUNDING[torch.float32]
+        assert torch.equal(result.to(dtype), linear(x[:tokens])) and torch.equal(result[:1], alone)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_s_result_depends_on_nothing_else(quantization: str, dtype: torch.dtype) -> None:
     """Equal, bit for bit, alone and among any number of others, with one thread and with several."""

@@ -223,6 +223,26 @@ def test_logits_are_computed_for_chosen_rows_only(models):
     torch.testing.assert_close(ours.logits(hidden[[3, -1]]), ours.logits(hidden)[[3, -1]])
 
 
+@pytest.mark.parametrize("on", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_logits_are_the_float32_sums_of_their_inputs(models, case, dtype, on):
+    """They are not rounded to the model's dtype, in which two tokens would often be equally likely."""
+    ours = decoder(models(case)[1], dtype) if on == "reference" else decoder_on(on, models(case)[1], dtype)
+    head, cap = ours.weights.lm_head, ours.config.softcaps.logits
+    hidden = (3 * torch.randn(9, ours.config.shape.hidden, generator=torch.Generator().manual_seed(0))).to(dtype)
+    weight = head.rows(torch.arange(ours.config.shape.vocab)).double()
+    exact, scale = hidden.double() @ weight.T, hidden.double().abs() @ weight.T.abs()
+    logits = ours.logits(hidden)
+    if cap is not None:
+        exact = cap * (exact / cap).tanh()
+    assert logits.dtype == torch.float32
+    assert ((logits - exact).abs() <= 1e-6 * (1 + scale)).all()
+    assert ((exact.to(dtype) - exact).abs() > 1e-6 * (1 + scale)).any(), "rounded ones would be told apart"
+    if on == "cpu":
+        assert torch.equal(logits[4:5], ours.logits(hidden[4:5]))
+
+
 def test_a_shorter_served_context_leaves_positions_as_they_are(models):
     ours = decoder(models("llama_yarn")[1])
     long, short = rope_tables(ours.config.rope, 64), rope_tables(ours.config.rope, 10)
