@@ -263,9 +263,14 @@ class Promises:
         return outlook
 
     def drafts_within(self, decodes: StepWork, slack_ns: float) -> int:
-        """How many drafts a step with these decodes has time for, each about as long as one of them."""
+        """How many drafts a step with these decodes has time for, each about as long as one of them.
+
+        What promised tokens leave of a step's time is for promised prompts, if there are any.
+        """
         if math.isinf(slack_ns):
             return self._step_tokens
+        if self.are_prompts_promised:
+            return 0
         took_ns = self._step_time.predict_ns(decodes)
         each_ns = (took_ns - self._step_time.predict_ns(StepWork())) / max(1, decodes.decode_tokens)
         return max(0, int(min(self._step_tokens, (slack_ns - took_ns) / max(each_ns, 1.0))))

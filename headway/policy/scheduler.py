@@ -30,7 +30,7 @@ from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.sequences import Sequences
 from headway.policy.slo import SloPolicy
 from headway.policy.step_budget import StepBudget
-from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.step_time import StepTimeModel, StepWork, pairs
 from headway.policy.victims import RunningRanks, victims_for
 
 
@@ -114,6 +114,15 @@ class Scheduler(Sequences):
         self.decisions.append(decision)
         return plan
 
+    def longest_step_ns(self) -> float:
+        """What a step takes with as much of everything as there may be; 0 where that cannot be predicted as yet."""
+        config, step_time = self.config, self.accounting.step_time
+        if not step_time.is_trained:
+            return 0.0
+        tokens, seats, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+        work = StepWork(tokens, seats, pairs(max(0, length - tokens), tokens), seats * length)
+        return step_time.predict_ns(work)
+
     def _look_ahead(
         self,
         slo: SloPolicy,
@@ -191,15 +200,20 @@ class Scheduler(Sequences):
         return False
 
     def _schedule_drafts(self, plan: StepPlan, outlook: Outlook) -> None:
-        """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach."""
+        """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach.
+
+        They may be refused, so a block of tokens is left to prompts, and all the time where one is promised.
+        """
         drafts, self._drafts = self._drafts, {}
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
+        if len(self.waiting) or not self.accounting.all_decode(len(self.running)):
+            spare -= self.blocks.block_size
         if self.slo is not None:
             spare = min(spare, self.slo.promises.drafts_within(work_of(plan.scheduled), outlook.slack_ns))
         for item in plan.scheduled:
             sequence = self.sequences[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
-            proposed = drafts.get(item.seq_id, [])[:most]
+            proposed = drafts.get(item.seq_id, [])[: max(0, most)]
             if proposed and self.block_manager.extend(sequence, 1 + len(proposed), plan):
                 item.token_ids += proposed
                 item.samples += len(proposed)
@@ -239,6 +253,8 @@ class Scheduler(Sequences):
         most = self._most_of(sequence, budget)
         decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
+        if count == 0 and most:
+            budget.close()  # another's token may take less time, but is not due before this one's
         if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
             return
         if not self.block_manager.extend(sequence, count, plan) and not (
