@@ -40,6 +40,14 @@ def serve(
         _of_server(help="Chat template: a name (as chatml), a file, or the template itself. Default: the model's."),
     ] = None,
     replay: Annotated[bool, _of_server(help="Continue requests on the next engine process if one dies.")] = True,
+    engine_timeout: Annotated[
+        float | None,
+        _of_server(
+            help="Seconds without the end of a step, while there are requests, after which /health is 503; after twice "
+            "as long the engine is restarted. Default: 10 times the longest step that is predicted, from 30 to 600.",
+            min=0.1,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
     require_engine()
@@ -60,7 +68,7 @@ def serve(
     server.root = model or NAME
     server.served_model_names = server.served_model_names or [short_name(server.root)]
     server.priority_allowed = engine.scheduling_policy == "priority"
-    _run(engine, server, chat_template, replay)
+    _run(engine, server, chat_template, replay, engine_timeout)
 
 
 def model_folder(model: str) -> Path:
@@ -87,7 +95,13 @@ def _end(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | None, replay: bool) -> None:
+def _run(
+    config: EngineConfig,
+    settings: ServerSettings,
+    chat_template: str | None,
+    replay: bool,
+    engine_timeout: float | None,
+) -> None:
     from headway.engine.client import EngineClient
     from headway.server.listening import StartupError, bind
     from headway.server.startup_display import StartupDisplay
@@ -99,7 +113,7 @@ def _run(config: EngineConfig, settings: ServerSettings, chat_template: str | No
     except StartupError as error:
         fail(str(error))
     display.on_server_stage("imports", time.monotonic_ns() - _BEGAN_NS)
-    engine = EngineClient(config, display.on_progress, replay)
+    engine = EngineClient(config, display.on_progress, replay, engine_timeout)
     with listener, ExitStack() as ending:
         ending.callback(display.stop)
         ending.callback(engine.kill)

@@ -39,6 +39,7 @@ from headway.engine.messages import (
     ToEngine,
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
+from headway.engine.watchdog import Watchdog
 from headway.policy.service_class import ClassTable
 
 # Pauses before the engine is started again, by how many engines in a row have lived for less than STABLE_S.
@@ -116,28 +117,38 @@ class EngineClient:
 
     `state` is "loading" until the engine is ready, "ready", "dead" when its first start failed, and
     "stopped" after stop(). An engine that dies later is started again, at growing intervals and for ever; its
-    requests go on with the next one (engine.requests).
+    requests go on with the next one (engine.requests). One that ends no step is ended, as the watchdog says.
 
     Args:
         config: what to run.
         on_progress: hears of each start-up stage and its nanoseconds; and with 0, of what is being done.
         replay: hand the requests of an engine that dies to the next one; else they end with EngineDead.
+        timeout_s: as of Watchdog.
+
+    Attributes:
+        restarts: engines that were started after another one.
+        hangs: of these, those after one that ended no step.
     """
 
     def __init__(
-        self, config: EngineConfig, on_progress: Callable[[str, int], None] | None = None, replay: bool = True
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[str, int], None] | None = None,
+        replay: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
         self.config = config
         self.state = "loading"
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self._way_back_ns = 0  # of an engine's outputs: the longest of late
-        self.restarts = 0
+        self.restarts = self.hangs = 0
         self.last_error = "the engine is not started"
         self._on_progress = on_progress
         self._subscribers: list[Callable[[EngineStats], None]] = []
         self._complained: set[Callable[..., None]] = set()
         self._requests = Requests(replay)
+        self._watchdog = Watchdog(timeout_s)
         self._explaining: deque[asyncio.Future[Explanation]] = deque()  # in the order in which they were asked
         self._changed = asyncio.Event()
         self._socket: socket.socket | None = None  # our end, until there is a transport
@@ -198,7 +209,7 @@ class EngineClient:
         self._enter("stopped", "the server is shutting down")
         process = self._process
         if process is not None and process.returncode is None:
-            if was_loading:  # it listens only when it has loaded
+            if was_loading or self.stalled_s:  # it listens only when it has loaded
                 process.kill()
             self._send(Shutdown())
             try:
@@ -216,6 +227,15 @@ class EngineClient:
     def pid(self) -> int | None:
         """Process id of the engine, None while there is none."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the engine has had work and ended no step, where that is too long; else 0."""
+        return self._watchdog.stalled_s
+
+    def _has_work(self) -> bool:
+        """The engine should end a step, or answer a question."""
+        return bool(self._explaining) or self._requests.are_in_engine
 
     def _enter(self, state: str, error: str = "") -> None:
         if self.state == "stopped":
@@ -274,13 +294,20 @@ class EngineClient:
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
         self._socket = None  # it is the transport's from now on
         ending = asyncio.create_task(_ended(process))
+        hanging = asyncio.create_task(
+            self._watchdog.watch(process.pid, self._has_work, lambda: self.state == "loading"), name="headway-watchdog"
+        )
         failed: asyncio.Future[Any] = link.failed
         try:
-            await asyncio.wait({failed, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({failed, ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            if hanging.done() and not failed.done():
+                self.hangs += 1
+                return hanging.result()
             if not failed.done():  # what the engine sent before it died is still worth reading
                 await asyncio.wait({failed, link.read}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
             return link.failed.result() if failed.done() else ""
         finally:
+            hanging.cancel()
             if process.returncode is None:
                 process.kill()
             await ending
@@ -428,6 +455,8 @@ class EngineClient:
 
     def _deliver(self, message: EngineOutputs) -> None:
         self.stats = message.stats
+        self._watchdog.steps += 1
+        self._watchdog.longest_step_ns = message.stats.longest_step_ns
         self._way_back_ns = max(time.monotonic_ns() - message.made_ns, int(_WAY_BACK_KEPT * self._way_back_ns))
         self._requests.deliver(message)
         self._send_due()

@@ -31,6 +31,8 @@ from headway.policy.service_class import ClassTable
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
+# For so many steps the longest one is predicted once.
+_STEPS_OF_PREDICTION = 16
 _YIELDED = {
     "oversized": "its prompt alone takes longer",
     "late": "it has waited too long",
@@ -54,6 +56,7 @@ class EngineCore:
         self._counted = EngineStats(0, 0, 0.0)
         self._memory = MemoryCounts(scheduler)
         self._received = 0
+        self._longest_step_ns, self._steps = 0.0, 0
         self._wait_until_ns = 0
 
     @property
@@ -213,6 +216,9 @@ class EngineCore:
             decision.took_ns,
             decision.left_out,
         )
+        if self._steps % _STEPS_OF_PREDICTION == 0:
+            self._longest_step_ns = self.scheduler.longest_step_ns()
+        self._steps += 1
         stats.slack_ns = max(1.0, decision.slack_ns) if decision.tightest else 0.0
         return EngineOutputs(outputs, stats, self._clock())
 
@@ -300,6 +306,7 @@ class EngineCore:
             stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
             running_of_class=dict(scheduler.running.of_class),
             waiting_of_class=dict(scheduler.waiting.of_class),
+            longest_step_ns=self._longest_step_ns,
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
         counted.preemptions = scheduler.num_preemptions

@@ -191,6 +191,7 @@ class EngineStats(_Message):
     swap_usage: float = 0.0  # share of the host's blocks in use, 0..1
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
     fairness_bound: float = 0.0  # that it could have been
+    longest_step_ns: float = 0.0  # what any step is predicted to take at most; 0 where nothing is predicted as yet
     moe_mixtures: int = 0  # times that a layer's experts were asked
     moe_expert_tokens: int = 0  # pairs of a token and an expert that it went to
     moe_experts_touched: int = 0  # that had any token

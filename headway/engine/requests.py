@@ -118,6 +118,11 @@ class Requests:
         """Choices of which the engine has not yet said that they reached it."""
         return sum(len(entry.choices) for entry in self._unreported.values())
 
+    @property
+    def are_in_engine(self) -> bool:
+        """The engine has some that it has not finished."""
+        return any(entry.is_sent and entry.choices for entry in self._known.values())
+
     def __len__(self) -> int:
         return len(self._known)
 

@@ -102,6 +102,7 @@ class Metrics:
             of_stats("fairness_bound"),
         )
         self._gauge("engine_restarts", "Restarts of the engine process.", lambda: engine.restarts)
+        self._gauge("engine_hangs", "Of these restarts, those as no step ended.", lambda: engine.hangs)
         reloads = "Reloads of the files of classes and tenants, by result."
         self._reloads = self._by("result", Counter, "service_class_reloads", reloads)
         self._startup = self._by("stage", Gauge, "startup_seconds", "Start-up time by stage.")

@@ -141,11 +141,14 @@ class Service:
         """The engine's limits.
 
         Raises:
-            ApiError: 503 while it loads, when it is dead, and when the server shuts down.
+            ApiError: 503 while it loads, when it is dead or ends no step, and when the server shuts down.
         """
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down", 5, "rejected-shutting-down")
         if self.engine.state == "ready" and self.engine.ready is not None:
+            if self.engine.stalled_s:
+                reason = f"the engine has ended no step for {self.engine.stalled_s:.3g} s (--engine-timeout)"
+                raise unavailable(f"{reason}; unless it goes on, it is restarted", "engine_stalled", 5)
             return self.engine.ready
         if self.engine.state == "loading":
             reason = f" ({self.engine.last_error})" if self.engine.restarts else ""

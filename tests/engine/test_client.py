@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,37 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
     assert all({"engine_lost", "engine_restart"} <= of_one.keys() for of_one in phases)
     assert client.restarts == restarts + 1
     assert (await until_idle(client)).num_waiting == client.num_waiting == 0
+
+
+async def until(check: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not check():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_ends_no_step_is_replaced(
+    client: EngineClient, expected: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, which nobody notices before there are requests; and the next one while it loads."""
+    restarts, hangs, requests = client.restarts, client.hangs, crowd("hung")
+    monkeypatch.setattr(client._watchdog, "_timeout_s", 0.2)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.7)
+    assert (client.state, client.stalled_s) == ("ready", 0.0)
+    answers = asyncio.create_task(ask_all(client, requests))
+    await until(lambda: client.stalled_s)
+    await until(lambda: client.restarts == restarts + 1 and client.pid is not None)
+    assert client.pid is not None and client.hangs == hangs + 1
+    assert client.state == "loading" and "ended no step" in client.last_error
+    os.kill(client.pid, signal.SIGSTOP)
+    await until(lambda: client.hangs == hangs + 2)
+    client._watchdog._timeout_s = None
+    client._watchdog._fired.clear()
+    check_as_if_nothing_had_happened(await answers, expected, requests)
+    timings = [outputs[-1].timings for outputs in answers.result().values()]
+    assert all(each is not None and each.phases_ns["engine_lost"] >= 0.3e9 for each in timings)
+    assert client.restarts == restarts + 2
 
 
 async def check_explained(client: EngineClient) -> None:

@@ -55,7 +55,8 @@ class FakeEngine:
         self.fails_with: str | None = None
         self.state = "loading"
         self.last_error = "the engine is not started"
-        self.restarts = 0
+        self.restarts = self.hangs = 0
+        self.stalled_s = 0.0
         self.pid: int | None = None
         self.stats: EngineStats | None = None
         self.ready: Ready | None = None

@@ -280,6 +280,12 @@ def test_loading_and_dead_engines(start_server: StartServer, engine: FakeEngine)
     assert server.post("/tokenize", prompt="x").status_code == 503
     engine.finish_loading()
     assert server.client.get("/health").json() == {"status": "ready"}
+    engine.stalled_s = 41.5
+    for answer in (server.client.get("/health"), server.post("/v1/completions", prompt="x")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stalled")
+        assert "has ended no step for 41.5 s" in answer.json()["error"]["message"]
+    engine.stalled_s = 0.0
+    assert server.client.get("/health").status_code == 200
     engine.state, engine.last_error = "dead", "the device is gone"
     answer = server.client.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

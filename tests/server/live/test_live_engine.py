@@ -383,3 +383,26 @@ def test_who_waits_too_long_is_ended_and_a_terminated_server_finishes_its_stream
         assert not engine.is_running()
     finally:
         server.close()
+
+
+def test_a_stopped_engine_is_replaced_and_a_server_with_one_ends(folder: Path) -> None:
+    """Its request goes on where it stood; at the end nobody waits for an engine that does not answer."""
+    live = Live(folder, "--engine-timeout", "0.5", "--shutdown-timeout", "0.5")
+    try:
+        eventually(live.is_ready, 90)
+        whole = live.complete(prompt="x", max_tokens=400, **GREEDY)
+        stream = live.stream(prompt="x", max_tokens=400, **GREEDY)
+        text = next(stream)["choices"][0]["text"]
+        live.engine_process().suspend()
+        eventually(lambda: live.http.get("/health").json().get("error", {}).get("code") == "engine_stalled")
+        text += "".join(chunk["choices"][0]["text"] for chunk in stream)
+        assert text == whole["choices"][0]["text"]
+        assert live.metric("engine_restarts") == live.metric("engine_hangs") == 1
+        eventually(live.is_ready, 90)
+        live.engine_process().suspend()
+        began = time.monotonic()
+        live.popen.terminate()
+        live.popen.communicate(timeout=60)
+        assert time.monotonic() - began < 20
+    finally:
+        live.close()
