@@ -253,9 +253,11 @@ class Scheduler(Sequences):
         most = self._most_of(sequence, budget)
         decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
-        if count == 0 and most:
-            budget.close()  # another's token may take less time, but is not due before this one's
-        if count == 0 or (count < wanted and not self.config.enable_chunked_prefill):
+        if count < wanted and not self.config.enable_chunked_prefill:
+            return
+        if count < most:  # tokens of those behind it may take less time, but they are not before it
+            budget.tokens = count
+        if count == 0:
             return
         if not self.block_manager.extend(sequence, count, plan) and not (
             self.blocks.groups and self._has_room(sequence, plan, now, count)

@@ -100,10 +100,6 @@ class StepBudget:
         self.least = 0
         self.share_with(work)
 
-    def close(self) -> None:
-        """Nobody gets another token."""
-        self.tokens = 0
-
     def _added_ns(self, work: StepWork) -> float:
         return max(0.0, self.step_time.predict_ns(work) - self.step_time.predict_ns(StepWork()))
 

@@ -1,14 +1,15 @@
-"""An engine process that is launched before there is an event loop."""
+"""Starts of an engine process: one that is launched before there is an event loop, one that fails, one that is stopped."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from headway.engine.client import EngineClient
+from headway.engine.client import EngineClient, EngineDead
 from headway.policy.preload import PreloadedPrompt
 from tests.engine.test_client import config
 
@@ -48,3 +49,24 @@ def test_nobody_waits_until_an_engine_has_read_what_it_is_to_run(
     client.launch()
     client.kill()
     assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path, kv_cache_memory=1024, max_model_len=2048))
+    await client.start()
+    with pytest.raises(EngineDead, match="raise --kv-cache-memory, or lower --max-model-len"):
+        await client.wait_ready()
+    assert client.state == "dead"
+    await client.stop()
+
+
+@pytest.mark.asyncio
+async def test_stopping_while_loading_is_clean_and_prompt(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path))
+    await client.start()
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(3):
+        await client.stop()
+    assert client.pid is None
+    assert (client.state, client.restarts) == ("stopped", 0)

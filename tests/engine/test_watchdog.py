@@ -24,6 +24,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]
     process = subprocess.Popen([sys.executable, "-S", "-c", code])
     if request.param == "is stopped":
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # a signal takes its time on a busy machine
     yield process
     process.kill()
     process.wait()

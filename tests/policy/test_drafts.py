@@ -198,3 +198,15 @@ def test_who_does_not_decode_gets_no_drafts(drafts: list[int]) -> None:
     sim.run_until_done()
     sim.scheduler.propose(sequence.seq_id, drafts)
     assert sim.step() == []
+
+
+def test_drafts_leave_a_block_of_tokens_to_prompts() -> None:
+    """Else a prompt would wait for as long as there are drafts."""
+    sim, sequence = decoding(max_num_batched_tokens=8)
+    prompt = sim.submit(list(range(20, 32)), 4)
+    for computed in (4, 8, 12):
+        sim.scheduler.propose(sequence.seq_id, [7] * 7)
+        first, second = answer(sim, [50])
+        assert (first.num_tokens, second.num_tokens, prompt.num_computed) == (4, 4, computed)
+    sim.run_until_done()
+    sim.check_all_closed()

@@ -63,8 +63,8 @@ class Shared(Simulation):
         scheduler._preempt, scheduler._give_back = checked, given_back  # type: ignore[method-assign]
         return scheduler
 
-    def check_plan(self, items: list[ScheduledSequence]) -> None:
-        super().check_plan(items)
+    def check_plan(self, items: list[ScheduledSequence], ran_before: set[Sequence]) -> None:
+        super().check_plan(items, ran_before)
         assert self.scheduler.slo is not None
         for name, most in self.scheduler.slo.shares.most.items():
             assert self.scheduler.blocks.used[name] <= most, f"{name} uses more than its bound"

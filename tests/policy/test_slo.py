@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -450,3 +451,45 @@ def test_a_step_has_all_prompt_tokens_that_the_slack_allows_and_no_more(
         more_ns = step_time.predict_ns(StepWork(work.prefill_tokens + 1, work.decode_tokens))
         assert not left or work.tokens == 64 or more_ns > slack_ns - 1
     sim.check_all_closed()
+
+
+@dataclass
+class Attending(Exact):
+    """A token that attends to others takes five times as long."""
+
+    def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
+        return super().prefill_ns(count, start) * (5 if start else 1)
+
+    def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
+        return super().prefill_tokens_within(duration_ns / (5 if start else 1), start)
+
+
+def test_nobody_goes_before_a_prompt_that_has_less_than_it_wants() -> None:
+    """Though its token would be too long for what is left of the step's time, and theirs would not."""
+    chat, report = ServiceClass(name="chat", ttft_ms=1000, tpot_ms=30), ServiceClass(name="report", ttft_ms=60_000)
+    sim = simulation(ClassTable((chat, report)), Attending(), max_num_seqs=8)
+    sim.submit([1] * 4, 20, service_class="chat")
+    sim.step()
+    first = sim.submit([2] * 60, 2, service_class="report")
+    sim.step()
+    second = sim.submit([3] * 40, 2, service_class="report")
+    steps = 0
+    while not first.output_len:
+        (talk, *prompts), steps = sim.step(), steps + 1
+        assert talk.decoding and prompts[0].seq_id == first.seq_id
+        if not first.output_len:
+            assert len(prompts) == 1 and not second.num_computed
+    assert steps > 3
+    sim.run_until_done()
+
+
+def test_a_promised_prompt_has_what_drafts_would_have_of_a_step_s_time() -> None:
+    sim = simulation(ClassTable((ServiceClass(name="chat", ttft_ms=1000, tpot_ms=30),)), max_num_seqs=8)
+    talk = sim.submit([1] * 4, 40)
+    for prompts in (0, 1):
+        sim.step()
+        for _ in range(prompts):
+            sim.submit([2] * 100, 2)
+        sim.scheduler.propose(talk.seq_id, [7] * 30)
+        items = sim.step()
+        assert (items[0].samples > 10) == (not prompts) and len(items) == 1 + prompts

@@ -16,7 +16,9 @@ from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 
-def scripted(config: EngineConfig, on_progress: Callable[[str, int], None], replay: bool) -> FakeEngine:
+def scripted(
+    config: EngineConfig, on_progress: Callable[[str, int], None], replay: bool, timeout_s: float | None = None
+) -> FakeEngine:
     engine = FakeEngine(Tokenizer.load(config.model))
     for name, value in json.loads(os.environ.get("FAKE_ENGINE", "{}")).items():
         setattr(engine, name, value)
