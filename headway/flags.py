@@ -5,6 +5,7 @@ max_num_seqs: Annotated[int, Flag("Maximum number of sequences in a step.", min=
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -94,6 +95,23 @@ def said(texts: list[str]) -> list[str]:
     if not all(text.strip() for text in texts):
         raise ValueError("a value is empty")
     return texts
+
+
+def listed(texts: list[str]) -> list[str]:
+    """Texts, each one value or a JSON list of them. Raises ValueError."""
+    values: list[str] = []
+    for text in texts:
+        if text.lstrip().startswith("["):
+            try:
+                found = json.loads(text)
+            except ValueError:
+                found = None
+            if not (isinstance(found, list) and all(isinstance(value, str) for value in found)):
+                raise ValueError(f'{text!r} is not a JSON list of strings, such as ["https://chat.example"]')
+            values += found
+        else:
+            values.append(text)
+    return said(values)
 
 
 def value_of(name: str, hint: Any, flag: Flag, text: str) -> Any:

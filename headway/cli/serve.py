@@ -103,12 +103,13 @@ def _run(
     engine_timeout: float | None,
 ) -> None:
     from headway.engine.client import EngineClient
-    from headway.server.listening import StartupError, bind
+    from headway.server.listening import Certificate, StartupError, bind
     from headway.server.startup_display import StartupDisplay
 
     signal.signal(signal.SIGTERM, _end)  # until the server has a handler of its own
     display = StartupDisplay(settings.served_model_names[0], _BEGAN_NS)
     try:
+        certificate = Certificate.of(settings)
         listener = bind(settings.host, settings.port)
     except StartupError as error:
         fail(str(error))
@@ -138,7 +139,7 @@ def _run(
             on_ready = functools.partial(
                 display.on_ready, can_reload=can_reload, is_open=settings.is_open, asks_for_key=settings.asks_for_key
             )
-            run_server(listener, engine, tokenizer, settings, template, on_ready)
+            run_server(listener, engine, tokenizer, settings, template, on_ready, certificate)
         except (TextError, StartupError) as error:
             display.stop()
             fail(str(error))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
+from starlette.types import ASGIApp
 
 from headway import __version__
 from headway.engine.client import EngineClient
@@ -22,7 +24,7 @@ from headway.server.batches.objects import BatchBody
 from headway.server.batches.routes import BatchRoutes
 from headway.server.batches.store import Store
 from headway.server.batches.worker import Batches
-from headway.server.edge import Edge
+from headway.server.edge import CrossOrigin, Edge
 from headway.server.errors import install_handlers
 from headway.server.routes import BODIES, Routes
 from headway.server.service import Service
@@ -30,6 +32,9 @@ from headway.server.settings import ServerSettings
 from headway.server.vectors import VectorRoutes
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
+
+# Headers of answers that pages of other origins may read.
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-headway-ignored-headers")
 
 
 def create_app(
@@ -68,7 +73,13 @@ def create_app(
     VectorRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
     BatchRoutes(batches, settings, service.bodies).add_to(app)
-    app.add_middleware(Edge, keys=lambda: service.keys, pace=service.pace)
+    app.add_middleware(
+        Edge,
+        keys=lambda: service.keys,
+        pace=service.pace,
+        metrics_keys=settings.metrics_keys,
+        cross_origin=_cross_origin(settings),
+    )
     install_handlers(app)
     make_document = app.openapi
 
@@ -86,6 +97,20 @@ def create_app(
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
     return app
+
+
+def _cross_origin(settings: ServerSettings) -> Callable[[ASGIApp], ASGIApp] | None:
+    """What lets pages of other origins in, where there are such."""
+    if not settings.allowed_origins:
+        return None
+    return partial(
+        CrossOrigin,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods or ("*",),
+        allow_headers=settings.allowed_headers or ("*",),
+        allow_credentials=settings.allow_credentials,
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 def _batches(app: FastAPI, service: Service) -> Batches | None:

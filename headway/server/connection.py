@@ -85,12 +85,15 @@ class Connection(HttpToolsProtocol):
     when a request's first byte came, answers clients that have closed their sending side, and can be cut.
 
     Args:
+        refusal: what the client hears, whatever it sends; None serves it.
         read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
             first request.
         pace: how many connections are read in one turn of the event loop.
     """
 
-    def __init__(self, *args: Any, read_timeout_s: float, pace: Pace, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, read_timeout_s: float, pace: Pace, refusal: ApiError | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._pace = pace
         self._held = b""  # bytes that wait for their turn; reading is paused meanwhile
@@ -104,7 +107,7 @@ class Connection(HttpToolsProtocol):
         self._finished_some = False  # the last byte of a request was among those that are parsed
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
         self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
-        self._refusal: ApiError | None = None  # follows the answers to earlier requests, and nothing follows it
+        self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
         self._closing: asyncio.TimerHandle | None = None  # nothing more is sent; what still comes is dropped
         self._asking: asyncio.TimerHandle | None = None
@@ -115,6 +118,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = _Flow(transport, self._go_on)
         self._start_reading()
+        if self._refusal is not None:
+            self._send_refusal()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._reading, self._closing, self._asking):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server.connection import ARRIVED
@@ -16,7 +18,8 @@ from headway.server.http_head import request_id
 from headway.server.pacing import Pace
 from headway.tenant_file import Access, key_digest
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/", "/health", "/ping", METRICS_PATH, "/version", "/openapi.json", "/docs"})
 # Known, but without effect so far. llm-d's router sets them on all traffic, so refusing them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
 # In a request's scope: names of its headers that were left aside, and what comes with its API key.
@@ -30,12 +33,23 @@ class Edge:
 
     Args:
         keys: the API keys that it accepts, by their digests; without any it is open.
+        metrics_keys: the keys that METRICS_PATH needs; without any it is open.
+        cross_origin: wraps what is asked for a key and answers, for pages of other origins.
     """
 
-    def __init__(self, app: ASGIApp, keys: Callable[[], Mapping[bytes, Access]], pace: Pace) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Callable[[], Mapping[bytes, Access]],
+        pace: Pace,
+        metrics_keys: Sequence[str] = (),
+        cross_origin: Callable[[ASGIApp], ASGIApp] | None = None,
+    ) -> None:
         self._app = app
         self._pace = pace
         self._keys = keys
+        self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
+        self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,31 +75,60 @@ class Edge:
                     answer["x-headway-ignored-headers"] = ", ".join(ignored)
             await send(message)
 
-        if ACCESS not in scope:  # a request from within the server brings it
-            scope[ACCESS] = self._access_of(headers.get(b"authorization", b""))
-        if scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
-            refusal = ApiError(
-                401,
-                "this server needs a valid API key, as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-            return await refusal.response()(scope, receive, send_with_id)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._enter(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await internal("the server failed on this request; see its log").response()(scope, receive, send_with_id)
 
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has the key it needs."""
+        if ACCESS not in scope:  # a request from within the server brings it
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            scope[ACCESS] = self._access_of(given)
+            if scope["path"] == METRICS_PATH and self._metrics_keys:
+                if not _known(given, self._metrics_keys):
+                    return await _no_key("/metrics needs a key of --metrics-key")(scope, receive, send)
+            elif scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
+                return await _no_key("this server needs a valid API key")(scope, receive, send)
+        await self._app(scope, receive, send)
+
     def _access_of(self, authorization: bytes) -> Access | None:
         """What comes with the key; None when a key is needed and this is not one."""
         keys = self._keys()
         if not keys:
             return Access()
-        scheme, _, key = authorization.partition(b" ")
-        given = key_digest(key.strip())
-        # Every key is compared, so that the time it takes tells nothing.
-        matches = [access for known, access in keys.items() if hmac.compare_digest(given, known)]
-        return matches[0] if matches and scheme.lower() == b"bearer" else None
+        known = _known(authorization, keys)
+        return keys[known] if known else None
+
+
+def _known(authorization: bytes, digests: Iterable[bytes]) -> bytes:
+    """The digest of the given key; empty where it is none of them."""
+    scheme, _, key = authorization.partition(b" ")
+    given = key_digest(key.strip())
+    # Every key is compared, so that the time it takes tells nothing.
+    matches = [digest for digest in digests if hmac.compare_digest(given, digest)]
+    return matches[0] if matches and scheme.lower() == b"bearer" else b""
+
+
+def _no_key(reason: str) -> Response:
+    return ApiError(
+        401,
+        f"{reason}, as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    ).response()
+
+
+class CrossOrigin(CORSMiddleware):
+    """Starlette's, with an error object for an origin that is not allowed."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser's question whether a page may ask."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        reason = bytes(answer.body).decode().lower()
+        return ApiError(400, f"{reason} (--allowed-origins and the flags beside it)", code="cross_origin").response()

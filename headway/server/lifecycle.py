@@ -8,6 +8,7 @@ import copy
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -16,13 +17,18 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
+from uvicorn.server import HANDLED_SIGNALS
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.messages import Ready
 from headway.server.app import create_app
 from headway.server.connection import Connection
 from headway.server.encoder import share_cores
-from headway.server.listening import StartupError
+from headway.server.errors import ApiError
+from headway.server.http_head import malformed
+from headway.server.last_signal import kill_at_the_next
+from headway.server.listening import Certificate, StartupError
+from headway.server.pacing import Pace
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
@@ -33,13 +39,30 @@ ACCEPTED_PER_TURN = 8
 # Seconds until a server without free file descriptors tries again.
 ACCEPT_AGAIN_S = 0.5
 DATED_EVERY_S = 1.0
+TLS_HANDSHAKE = b"\x16"
+# How long a client of HTTPS may take to say goodbye, too.
+GOODBYE_S = 1.0
+# After a second signal: how long the event loop may be busy with something else, and how long the end may take then.
+LOOP_ANSWERS_S, ENDED_S = 1.0, 10.0
 logger = logging.getLogger("headway.server")
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, is_tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"http{'s' * is_tls}://{host}:{port}"
+
+
+async def _readable(connection: socket.socket, timeout_s: float) -> None:
+    """Wait for a connection's first byte, or its end. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        async with asyncio.timeout(timeout_s):
+            await readable
+    finally:
+        loop.remove_reader(connection)
 
 
 def _log_config(level: str) -> dict[str, Any]:
@@ -55,8 +78,13 @@ def _log_config(level: str) -> dict[str, Any]:
 class Server(uvicorn.Server):
     """Uvicorn, but it lets requests finish before it ends, and then exits with 0."""
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    def __init__(self, app: FastAPI, settings: ServerSettings, certificate: Certificate | None = None) -> None:
         self._service: Service = app.state.service
+        self._certificate = certificate
+        self._is_watched = certificate is not None and settings.enable_ssl_refresh
+        self._read_timeout_s = settings.request_read_timeout
+        self._handshakes = Pace()
+        self._signals = 0
         connection = partial(Connection, read_timeout_s=settings.request_read_timeout, pace=self._service.reads)
         super().__init__(
             uvicorn.Config(
@@ -81,6 +109,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
+        if threading.current_thread() is threading.main_thread():
+            for number in HANDLED_SIGNALS:
+                kill_at_the_next(number)
         for listener in sockets or []:
             listener.setblocking(False)
             self._listen(listener)
@@ -94,9 +125,18 @@ class Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Wait for the end, and keep the date of answers right to the second. Uvicorn's wakes up ten times a second."""
         while not await self.on_tick(0):
+            if self._certificate is not None and self._is_watched:
+                self._certificate.refresh()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATED_EVERY_S):
                     await self._ending.wait()
+
+    def reload(self) -> None:
+        """Read the files of classes, tenants and the certificate again."""
+        if self._service.settings.service_classes is not None or self._service.settings.tenants is not None:
+            self._service.reload_files()
+        if self._certificate is not None:
+            self._certificate.reload()
 
     def _end(self) -> None:
         self.should_exit = True
@@ -120,24 +160,58 @@ class Server(uvicorn.Server):
                 loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
                 return
             connection.setblocking(False)
-            self._service.background(self._serve_connection(connection))
+            serve = self._serve_connection if self._certificate is None else self._serve_tls
+            self._service.background(serve(connection))
 
-    async def _serve_connection(self, connection: socket.socket) -> None:
+    async def _serve_connection(self, connection: socket.socket, refusal: ApiError | None = None) -> None:
+        make = partial(self._connection, refusal)
         with contextlib.suppress(OSError):  # the client has gone already
-            await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection)
 
-    def _connection(self) -> asyncio.Protocol:
+    async def _serve_tls(self, connection: socket.socket) -> None:
+        """A handshake takes about a millisecond, so a crowd of them waits for its turns."""
+        assert self._certificate is not None
+        try:
+            await _readable(connection, self._read_timeout_s)
+            first = connection.recv(1, socket.MSG_PEEK)
+            await self._handshakes.turn()
+        except BaseException as error:  # the client has gone or says nothing, or the server ends
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            return
+        if first and first != TLS_HANDSHAKE:
+            return await self._serve_connection(connection, malformed("this port speaks HTTPS, not HTTP"))
+        with contextlib.suppress(OSError):  # what is wrong the client has been told
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(self._connection, None),
+                connection,
+                ssl=self._certificate.context,
+                ssl_handshake_timeout=self._read_timeout_s,
+                ssl_shutdown_timeout=GOODBYE_S,
+            )
+
+    def _connection(self, refusal: ApiError | None) -> asyncio.Protocol:
         protocol = self.config.http_protocol_class
-        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+        return protocol(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, refusal=refusal
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at once at the second."""
+        """Drain at the first signal, end at once at the second, whatever the process is busy with."""
         assert self._loop is not None
+        self._signals += 1
+        if self._signals > 1:
+            signal.setitimer(signal.ITIMER_REAL, LOOP_ANSWERS_S)  # then the kernel ends the process
+        signal.signal(sig, self.handle_exit)
+        kill_at_the_next(sig)
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Finish what is in flight, within the shutdown timeout, then stop. A second call stops now."""
         if self._draining is not None:
+            if self._signals > 1:
+                signal.setitimer(signal.ITIMER_REAL, ENDED_S)
             self._service.end_drain()
             return
         self._draining = asyncio.create_task(self._drain())
@@ -173,10 +247,11 @@ def run_server(
     settings: ServerSettings,
     template: ChatTemplate | None = None,
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
+    certificate: Certificate | None = None,
 ) -> None:
     """Serve until a signal says stop. The port answers, with 503, while the engine loads.
 
-    SIGHUP has the files of service classes and of tenants read again, where there are any.
+    SIGHUP has the files of service classes, of tenants and of the certificate read again, where there are any.
 
     Args:
         listener: of `bind`; it is closed at the end.
@@ -190,12 +265,12 @@ def run_server(
         app = create_app(engine, tokenizer, settings, template)
     except ValueError as error:
         raise StartupError(str(error)) from None
-    server = Server(app, settings)
+    server = Server(app, settings, certificate)
 
     async def serve() -> None:
-        if settings.service_classes is not None or settings.tenants is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.service.reload_files)
-        watching = asyncio.create_task(server.watch_startup(on_ready, _url(listener)))
+        if settings.service_classes is not None or settings.tenants is not None or certificate is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+        watching = asyncio.create_task(server.watch_startup(on_ready, _url(listener, certificate is not None)))
         try:
             await server.serve(sockets=[listener])
         finally:

@@ -1,13 +1,21 @@
-"""The server's port. It is taken before anything slow is imported or started."""
+"""The server's port, and its certificate. Both are taken before anything slow is imported or started."""
 
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import socket
+import ssl
+from pathlib import Path
+from typing import NoReturn
+
+from headway.server.settings import ServerSettings
 
 BACKLOG = 2048
 # Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
 UNSENT_BYTES = 128 * 1024
+logger = logging.getLogger("headway.server")
 
 
 class StartupError(Exception):
@@ -40,3 +48,100 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} on {host} is in use; choose another with --port") from None
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+class Certificate:
+    """What makes HTTPS of connections: a certificate that is read again when its files are renewed.
+
+    Attributes:
+        context: for connections from now on.
+
+    Raises:
+        StartupError: the files cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._certfile, self._keyfile = settings.ssl_certfile, settings.ssl_keyfile
+        self._ca_certs, self._cert_reqs = settings.ssl_ca_certs, ssl.VerifyMode(settings.ssl_cert_reqs)
+        if self._certfile is None:
+            raise StartupError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if bool(self._cert_reqs) != (self._ca_certs is not None):
+            raise StartupError("--ssl-ca-certs and an --ssl-cert-reqs of 1 or 2 need each other")
+        self._files = [path for path in (self._certfile, self._keyfile, self._ca_certs) if path is not None]
+        self._taken = self._seen = self._stamps()
+        try:
+            self.context = self._load()
+        except ValueError as error:
+            raise StartupError(str(error)) from None
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Certificate | None:
+        """The one that is wished, if any. Raises StartupError."""
+        given = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+        return cls(settings) if any(given) or settings.ssl_cert_reqs else None
+
+    def refresh(self) -> None:
+        """Take files that have changed, and have not since the last call: they may be written one after the other."""
+        now = self._stamps()
+        if now == self._seen != self._taken:
+            self.reload()
+        self._seen = now
+
+    def reload(self) -> None:
+        """Read the files again; where they cannot be used all stays as it is, as the log says."""
+        self._taken = self._stamps()
+        try:
+            self.context = self._load()
+        except ValueError as error:
+            logger.error("the certificate is unchanged: %s", error)
+        else:
+            logger.info("%s was read again; new connections get it", self._certfile)
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for path in self._files:
+            try:
+                of_file = path.stat()
+                found.append((of_file.st_mtime_ns, of_file.st_size, of_file.st_ino))
+            except OSError:
+                found.append(())
+        return found
+
+    def _load(self) -> ssl.SSLContext:
+        """Raises ValueError, one line."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        _readable(*self._files)
+        assert self._certfile is not None
+        try:
+            context.load_cert_chain(self._certfile, self._keyfile, _no_passphrase)
+        except ssl.SSLError as error:
+            with_key = f" with {self._keyfile}" if self._keyfile else ""
+            raise ValueError(f"{self._certfile}{with_key} cannot be used: {_reason(error)}") from None
+        context.verify_mode = self._cert_reqs
+        if self._ca_certs is not None:
+            try:
+                context.load_verify_locations(self._ca_certs)
+            except ssl.SSLError as error:
+                raise ValueError(f"{self._ca_certs} has no certificate of an authority: {_reason(error)}") from None
+        return context
+
+
+def _readable(*paths: Path) -> None:
+    for path in paths:
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            if not path.is_file():
+                raise ValueError(f"{path} is not a file")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _no_passphrase() -> NoReturn:
+    raise ValueError("the key of the certificate has a passphrase; write it without one, readable by the server alone")
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """In the words of a person where the library has a code."""
+    known = {"KEY_VALUES_MISMATCH": "the key belongs to another certificate", "NO_START_LINE": "it has no PEM block"}
+    return known.get(error.reason or "", (error.reason or "it has no PEM block of this kind").replace("_", " ").lower())

@@ -69,7 +69,7 @@ class Metrics:
     """
 
     def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
         self.prefix = prefix
         self._labels = (model_name, "0")
         self._gauges(engine)
@@ -182,7 +182,7 @@ class Metrics:
 
     def add_tenants(self, quotas: TenantQuotas) -> None:
         """Have metrics of tenants from now on."""
-        self.by_tenant = TenantMetrics(self.registry, self.families, quotas)
+        self.by_tenant = TenantMetrics(self._of_tenants, self.families, quotas)
 
     def add_encoder(self, encoder: Encoder) -> None:
         """Have metrics of the tokenizer's queue from now on."""
@@ -298,6 +298,12 @@ class Metrics:
         self._decode.observe(decode)
         self._inference.observe(prefill + decode)
 
-    def exposition(self) -> bytes:
+    def exposition(self, with_tenants: bool = False) -> bytes:
+        """All metrics as text.
+
+        Args:
+            with_tenants: the reader may see their names and budgets.
+        """
         self.settle()
-        return prometheus_client.generate_latest(self.registry)
+        whole: bytes = prometheus_client.generate_latest(self.registry)
+        return whole + prometheus_client.generate_latest(self._of_tenants) if with_tenants else whole

@@ -85,9 +85,9 @@ class Routes:
             add("POST", path, handler, {"model": answer, **of_generation}, _GENERATING, body(kind))
         add("POST", "/tokenize", self.tokenize, responses.Tokens, _WORKING, body(TokenizeText, TokenizeChat))
         add("POST", "/detokenize", self.detokenize, responses.Text, _WORKING, body(DetokenizeBody))
-        add("GET", "/v1/models", self.models, responses.ModelList, responses.errors(401))
+        add("GET", "/v1/models", self.models, responses.ModelList, responses.errors(401, 503))
         one = {"parameters": [responses.in_path("model_id")]}
-        add("GET", "/v1/models/{model_id:path}", self.model, responses.ModelCard, responses.errors(401, 404), one)
+        add("GET", "/v1/models/{model_id:path}", self.model, responses.ModelCard, responses.errors(401, 404, 503), one)
         add("GET", "/health", self.health, responses.Health, responses.errors(503))
         for method in ("GET", "POST"):  # as SageMaker asks
             add(method, "/ping", self.health, {}, {}, in_schema=False)
@@ -100,7 +100,13 @@ class Routes:
         failures = responses.errors(400, 401, 503)
         told = {"model": responses.Schedule, **plain}
         add("GET", "/debug/schedule", self.schedule, told, failures, {"parameters": [steps, form]})
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response, responses={200: plain})
+        app.add_api_route(
+            "/metrics",
+            self.metrics,
+            methods=["GET"],
+            response_class=Response,
+            responses={200: plain, **responses.errors(401)},
+        )
 
     # --- text generation ----------------------------------------------------------------------------
 
@@ -254,7 +260,6 @@ class Routes:
     # --- status -------------------------------------------------------------------------------------
 
     def _card(self, name: str) -> dict[str, Any]:
-        ready = self._service.engine.ready
         return {
             "id": name,
             "object": "model",
@@ -262,7 +267,7 @@ class Routes:
             "owned_by": "headway",
             "root": self._service.settings.root or name,
             "parent": None,
-            "max_model_len": None if ready is None else ready.max_model_len,
+            "max_model_len": self._service.check_ready().max_model_len,
         }
 
     async def root(self) -> Response:
@@ -308,4 +313,5 @@ class Routes:
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def metrics(self) -> Response:
-        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)
+        exposition = self._service.metrics.exposition(bool(self._service.settings.metrics_keys))
+        return Response(exposition, media_type=CONTENT_TYPE)

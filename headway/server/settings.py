@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from headway.class_file import ClassFile, read_class_file
-from headway.flags import Flag, limit, said, size
+from headway.flags import Flag, limit, listed, said, size
 from headway.preload_file import NamedPrompt, read_preload_file
 from headway.tenant_file import TenantFile, read_tenant_file
 
@@ -88,6 +88,44 @@ class ServerSettings:
             metavar="FILE",
         ),
     ] = None
+    metrics_keys: Annotated[
+        list[str],
+        _flag(
+            "Key that /metrics needs; may be repeated. Without one, /metrics needs none and leaves out tenants.",
+            "--metrics-key",
+            parse=said,
+            repeated=True,
+            envvar=("HEADWAY_METRICS_KEY",),
+        ),
+    ] = field(default_factory=list)
+    ssl_certfile: Annotated[
+        Path | None, _flag("Serve HTTPS with this certificate: a PEM file, with those between it and the root.")
+    ] = None
+    ssl_keyfile: Annotated[Path | None, _flag("The certificate's private key. Default: in --ssl-certfile.")] = None
+    ssl_ca_certs: Annotated[Path | None, _flag("PEM file with the authorities of clients' certificates.")] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        _flag("Whether clients need a certificate: 0 no; 1 one that is sent must be valid; 2 yes.", min=0, max=2),
+    ] = 0
+    enable_ssl_refresh: Annotated[
+        bool, _flag("Take certificates that are renewed while the server runs; SIGHUP does so at once.")
+    ] = True
+    allowed_origins: Annotated[
+        list[str],
+        _flag(
+            "Origin whose pages may call the API from a browser (CORS), such as https://chat.example; * for all; may "
+            "be repeated, or be a JSON list.",
+            parse=listed,
+            repeated=True,
+        ),
+    ] = field(default_factory=list)
+    allowed_methods: Annotated[
+        list[str], _flag("Method that such pages may use. Default: all.", parse=listed, repeated=True)
+    ] = field(default_factory=list)
+    allowed_headers: Annotated[
+        list[str], _flag("Header that such pages may send. Default: all.", parse=listed, repeated=True)
+    ] = field(default_factory=list)
+    allow_credentials: Annotated[bool, _flag("Let such pages send cookies.")] = False
     max_num_queued_reqs: Annotated[
         float | None,
         _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs."),

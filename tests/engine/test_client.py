@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -472,34 +470,3 @@ async def test_a_message_that_cannot_be_read_is_a_death_like_any_other(
     outputs += await collect(stream)
     assert len(tokens_of(outputs)) == 300
     assert client.restarts == restarts + 1
-
-
-async def test_a_busy_engine_ends_with_its_parent(tmp_path: Path) -> None:
-    code = """
-import asyncio, sys
-from pathlib import Path
-from headway.engine.client import EngineClient
-from tests.engine.test_client import config, request
-
-async def main():
-    client = EngineClient(config(Path(sys.argv[1])))
-    await client.start()
-    await client.wait_ready()
-    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(64)]
-    await asyncio.gather(*(anext(stream) for stream in streams))
-    print(client.pid, flush=True)
-    await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.communicate()
-    async with asyncio.timeout(20):  # what it was asked for takes longer
-        while os.path.exists(f"/proc/{pid}"):
-            await asyncio.sleep(0.05)

@@ -1,8 +1,11 @@
-"""Starts of an engine process: one that is launched before there is an event loop, one that fails, one that is stopped."""
+"""Starts of an engine process: launched before there is an event loop, failing, and stopped while it loads."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -70,3 +73,35 @@ async def test_stopping_while_loading_is_clean_and_prompt(tmp_path: Path) -> Non
         await client.stop()
     assert client.pid is None
     assert (client.state, client.restarts) == ("stopped", 0)
+
+
+@pytest.mark.asyncio
+async def test_a_busy_engine_ends_with_its_parent(tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from pathlib import Path
+from headway.engine.client import EngineClient
+from tests.engine.test_client import config, request
+
+async def main():
+    client = EngineClient(config(Path(sys.argv[1])))
+    await client.start()
+    await client.wait_ready()
+    streams = [client.generate(request(str(i), max_tokens=4000)) for i in range(64)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    print(client.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    async with asyncio.timeout(20):  # what it was asked for takes longer
+        while os.path.exists(f"/proc/{pid}"):
+            await asyncio.sleep(0.05)

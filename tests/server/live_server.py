@@ -12,7 +12,7 @@ import httpx
 
 from headway.server.app import create_app
 from headway.server.lifecycle import Server
-from headway.server.listening import bind
+from headway.server.listening import Certificate, bind
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
@@ -42,11 +42,12 @@ class LiveServer:
         self.engine = engine
         self.app = create_app(engine, tokenizer, settings(**changes), template)
         self.service = self.app.state.service
-        self.server = Server(self.app, self.service.settings)
+        certificate = Certificate.of(self.service.settings)
+        self.server = Server(self.app, self.service.settings, certificate)
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.url = f"http{'s' * (certificate is not None)}://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=20, verify=certificate is None)
         self.loop = self.server.config.get_loop_factory()()
         self._thread = threading.Thread(target=self._run, daemon=True)
 

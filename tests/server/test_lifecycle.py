@@ -281,3 +281,40 @@ def test_server_starts_without_torch(model_folder: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_half_a_request_is_refused_when_the_server_ends(start: StartProcess) -> None:
+    process = start().until_ready()
+    with socket.create_connection(("127.0.0.1", process.port), timeout=20) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head + b'{"prompt": ')
+        time.sleep(0.3)
+        process.popen.terminate()
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
+    code, errors = process.end()
+    assert code == 0 and "Traceback" not in errors
+
+
+def test_a_second_signal_ends_a_process_that_is_too_busy_for_the_first() -> None:
+    """Python runs a handler between two of its instructions, and one that calls C may take for ever."""
+    code = (
+        "import hashlib, signal\n"
+        "from headway.server.last_signal import kill_at_the_next\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "kill_at_the_next(signal.SIGTERM)\n"
+        "print('busy', flush=True)\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "busy\n"
+            process.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.terminate()
+            assert process.wait(20) == -signal.SIGTERM
+        finally:
+            process.kill()

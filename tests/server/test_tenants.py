@@ -238,7 +238,7 @@ def test_each_tenant_has_metrics_and_those_beyond_some_are_other(
         ask(server, tenant, [1, 2], max_tokens=2, ignore_eos=True)
 
     def value(name: str, tenant: str, **unit: str) -> float | None:
-        families = text_string_to_metric_families(server.client.get("/metrics").text)
+        families = text_string_to_metric_families(server.service.metrics.exposition(with_tenants=True).decode())
         samples = (each for family in families for each in family.samples)
         labels = {"model_name": "tiny", "engine": "0", "tenant": tenant, **unit}
         found = [each.value for each in samples if (each.name, each.labels) == (f"headway:tenant_{name}", labels)]
