@@ -62,6 +62,10 @@ class _Flow(FlowControl):
             self.read_paused = False
             self._go_on()
 
+    def forget(self) -> None:
+        """The connection has gone: nothing goes on, and it is not held in a circle."""
+        self._go_on = lambda: None
+
 
 class _Exchange(RequestResponseCycle):
     """One request and its answer, of HTTP/1.0 or with a body that the client holds back until it is asked for."""
@@ -132,6 +136,8 @@ class Connection(HttpToolsProtocol):
         if (answering := self._answering) is not None:
             answering.disconnected = answering.disconnected or not answering.response_complete
             answering.message_event.set()
+        if isinstance(self.flow, _Flow):
+            self.flow.forget()
         # A request's scope knows its connection. Cut that circle, so that both are freed without a full collection.
         self.cycle = self.scope = self._answering = None  # type: ignore[assignment]
         self.pipeline.clear()

@@ -103,7 +103,7 @@ def test_a_plan_s_figures_are_those_of_the_entry(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(measured[0]))
     figures = json.loads(headway("plan", "llama-3.2-1b", "--hardware", "here", "--json").out)
-    assert (figures["hardware"], figures["engine"]) == ("here", None)
+    assert (figures["hardware"], figures["engine"]) == ("here", "headway")
     assert figures["tpot_ms"] > 0 and figures["ttft_ms"] > 0
     assert "did you mean here?" in headway("plan", "llama-3.2-1b", "--hardware", "her").error()
 

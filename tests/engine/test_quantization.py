@@ -21,8 +21,12 @@ from tests.engine.models import TINY_LATENT, write_config
 from tests.models.test_packed_checkpoints import W8A16, save
 
 TEXT = (
-    "The old house stood at the end of the lane, and nobody had lived in it for many years. In the evening the "
-    "children came home from the fields, and their mother told them of the time when she was young."
+    "Once upon a time there was a little fox named Tilly who lived beside a quiet lake. Tilly had a red hat, and she "
+    "loved it very much. One morning, Tilly woke up, and the red hat was gone. She looked under the bed. She looked "
+    "behind the door. She looked in every corner of the house, but she could not find it.\n\n"
+    'Then she went to the garden and met Max, the owl. "Max, have you seen my red hat?" she asked. "No," said Max, '
+    '"but I will help you to look for it. Do not be sad." So they looked together, here and there and everywhere.\n\n'
+    'At last, Max stopped and pointed. "Look there!" said he. The red hat was lying in the grass, near the barn.'
 )
 # How much of the plain model's perplexity on this text may be added.
 ADDED = {"int8": 0.015, "int8-weight-only": 0.002, "int4": 0.05}

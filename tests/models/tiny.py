@@ -389,7 +389,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2}),
     "minimax_m2": (
         "minimax_m2",
-        {"num_local_experts": 5, "num_experts_per_tok": 2} | rope("default", partial_rotary_factor=0.5),
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 2}
+        | rope("default", partial_rotary_factor=0.5),
     ),
     "ministral3": ("ministral3", {"rope_parameters": MINISTRAL}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),

@@ -489,7 +489,7 @@ def test_a_promised_prompt_has_what_drafts_would_have_of_a_step_s_time() -> None
     for prompts in (0, 1):
         sim.step()
         for _ in range(prompts):
-            sim.submit([2] * 100, 2)
+            sim.submit([2] * 60, 2)
         sim.scheduler.propose(talk.seq_id, [7] * 30)
         items = sim.step()
         assert (items[0].samples > 10) == (not prompts) and len(items) == 1 + prompts

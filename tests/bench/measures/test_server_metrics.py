@@ -116,7 +116,7 @@ def test_gauges_over_time() -> None:
 
 
 def test_headways_own() -> None:
-    engine = SimpleNamespace(stats=None, ready=None, num_waiting=2, restarts=0, pid=None)
+    engine = SimpleNamespace(stats=None, ready=None, num_waiting=2, restarts=0, hangs=0, pid=None)
     metrics = Metrics("headway:", "tiny", engine)
     before = metrics.exposition().decode()
     stats = EngineStats(
