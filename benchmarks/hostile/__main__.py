@@ -91,6 +91,24 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(content: dict[str, Any]) -> str:
+    """Markdown, a row for each group: how many attacks fail, and the worst that others noticed; before and now."""
+    runs = [content["before"]["rows"]] if "before" in content else []
+    runs.append(content["rows"])
+    lines = ["| attacks | | fail | /health, ms | stream, ms | memory, MB | largest error, bytes |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    for group in dict.fromkeys(row["group"] for row in content["rows"]):
+        for number, rows in enumerate(runs):
+            mine = [row for row in rows if row["group"] == group]
+            worst = [max(row[key] for row in mine) for key in ("health_ms", "gap_ms", "growth_mb", "error_bytes")]
+            shown = ["-"] * 3 if group == "ending" else [f"{each:,.0f}" for each in worst[:3]]
+            failing = sum(bool(row["wrong"]) for row in mine)
+            when = "now" if number == len(runs) - 1 else "before"
+            cells = [group, when, f"{failing} of {len(mine)}", *shown, f"{worst[3]:,}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -102,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--before", type=Path, help="an earlier result, which goes into the file and the table")
     parser.add_argument("--output", type=Path, default=RESULTS / "hostile.json")
     arguments = parser.parse_args(argv)
-    print(table(measure(arguments, own_file(arguments.output))))
+    content = measure(arguments, own_file(arguments.output))
+    print(f"{summary(content)}\n\n{table(content)}")
 
 
 if __name__ == "__main__":

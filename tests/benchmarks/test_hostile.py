@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hostile.__main__ import main, table
+from benchmarks.hostile.__main__ import main, summary, table
 from benchmarks.hostile.campaign import Campaign, all_attacks
 from benchmarks.hostile.client import Talk, converse
 from benchmarks.hostile.messages import PLAIN, error_object, get
@@ -119,6 +119,8 @@ def test_the_table_has_what_was_before(tmp_path: Path, capsys: pytest.CaptureFix
     assert said[2] == "| a | 2 400 | 5 | 9 | 1 | 0.50 s |  |"
     assert said[3] == "| ... before | none | 4100 | 9 | 1 | - | no answer |"
     assert said[-1] == "0 of 1 attacks do what they should not."
+    said = summary({"rows": [row], "before": {"commit": "c", "rows": [old]}}).splitlines()
+    assert said[2:] == ["| g | before | 1 of 1 | 4,100 | 9 | 1 | 100 |", "| g | now | 0 of 1 | 5 | 9 | 1 | 100 |"]
     (tmp_path / "known.json").write_text(json.dumps({"commit": "c", "rows": [row]}))
     main(["--go-on", "--seconds", "0", "--output", str(tmp_path / "known.json")])
     assert "0 of 1 attacks" in capsys.readouterr().out
