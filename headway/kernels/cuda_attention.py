@@ -56,17 +56,21 @@ def _rows_of(tile, kv_head, queries, GROUP: tl.constexpr, ROWS: tl.constexpr, TO
 
 @triton.jit
 def _keys_of(
-    first_position, context, window, split, split_keys,
+    first_position, context, window, split,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The first key that a tile looks at in its split, the end of them, and places for the first keys before them."""
+    """The first key that a tile looks at in its split, the end of them, and places for the first keys before them.
+
+    The splits of a tile share the keys that the tile sees, whatever other sequences see: one launch fits any contexts.
+    """
     begin = 0
     end = tl.minimum(first_position + TOKENS, context)
     if WINDOWED:
         begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     if SPLITS > 1:
-        begin = tl.maximum(begin, split * split_keys)
-        end = tl.minimum(end, (split + 1) * split_keys)
+        share = tl.cdiv(tl.cdiv(end - begin, SPLITS), KEYS) * KEYS
+        begin += split * share
+        end = tl.minimum(end, begin + share)
     ahead = 0
     if FIRST > 0:
         # The first keys come before others, in the first split.
@@ -125,7 +129,7 @@ def _store(
 @triton.jit
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
-    scale, softcap, query_stride, table_stride, window, split_keys, of_first, of_first_stride,
+    scale, softcap, query_stride, table_stride, window, of_first, of_first_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
@@ -154,7 +158,7 @@ def _attention_kernel(
     first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
     first_position = context - queries + tile * TOKENS
     begin, end, ahead = _keys_of(
-        first_position, context, window, split, split_keys, TOKENS, KEYS, SPLITS, WINDOWED, FIRST
+        first_position, context, window, split, TOKENS, KEYS, SPLITS, WINDOWED, FIRST
     )
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -206,11 +210,12 @@ def _merge_kernel(
     tl.store(out + row * WIDTH + dim, result.to(out.dtype.element_ty), mask=dim < WIDTH)
 
 
-def count_splits(step: StepGeometry, kv_heads: int, tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to cut every context, so that each multiprocessor has about two programs."""
+def count_splits(step: StepGeometry, window: int | None, kv_heads: int, tiles: int, multiprocessors: int) -> int:
+    """Into how many parts to cut what is seen of a context, so that each multiprocessor has about two programs."""
     programs = step.num_sequences * tiles * kv_heads
     wanted = triton.cdiv(2 * multiprocessors, programs)
-    return max(1, min(wanted, step.max_context_len // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+    seen = step.max_context_len if window is None else min(step.max_context_len, window + step.max_query_len)
+    return max(1, min(wanted, seen // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
 
 
 def tile_sizes(group: int, width: int, max_query_len: int, itemsize: int) -> tuple[int, int, int]:
@@ -247,8 +252,7 @@ def attention(
     rows, keys, warps = tile_sizes(group, width, longest, query.element_size())
     tile_tokens = rows // group
     tiles = triton.cdiv(step.max_query_len, tile_tokens)
-    splits = count_splits(step, kv_heads, tiles, multiprocessors)
-    split_keys = triton.cdiv(triton.cdiv(step.max_context_len, splits), keys) * keys
+    splits = count_splits(step, sliding_window, kv_heads, tiles, multiprocessors)
     parts = splits if splits > 1 else 0
     float32 = {"dtype": torch.float32, "device": query.device}
     partial_out = torch.empty((tokens, heads, parts, width), **float32)  # type: ignore[call-overload]
@@ -261,7 +265,7 @@ def attention(
     _attention_kernel[(tiles, step.num_sequences, kv_heads * splits)](
         query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
         partial_out, partial_max, partial_sum, scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
-        sliding_window or 0, split_keys, *((query, 0) if first is None else (first.rows, first.rows.stride(0))),
+        sliding_window or 0, *((query, 0) if first is None else (first.rows, first.rows.stride(0))),
         HEADS=heads, KV_HEADS=kv_heads, CACHE_HEADS=cache_heads, GROUP=group,
         WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
         BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,

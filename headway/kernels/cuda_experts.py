@@ -110,7 +110,7 @@ class CudaMixture:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens == 0:
             return out
-        experts = chosen[:, :visits].reshape(-1)
+        experts = chosen[:, :visits].reshape(-1).contiguous()  # of one visit the view is strided
         counts = places = None
         if tokens > 1:  # a single token visits each of its experts alone
             counts = torch.zeros(self._count, dtype=torch.int32, device=x.device)

@@ -47,6 +47,7 @@ class Packed:
         order: int32 [E, in], which input each column is multiplied with.
         bias: [E, out], in the order of the numbers' rows.
         table: float32 [16], what codes stand for that are looked up.
+        unit: float32 [E], what the products of each matrix are multiplied with. None: all are 1.
         format: plain, int4, int8, float8, float4 or normal4.
         chunk: inputs of a chunk.
         of_group, of_run: chunks that share a factor, and a scale.
@@ -61,13 +62,13 @@ class Packed:
     order: Tensor | None
     bias: Tensor | None
     table: Tensor | None
+    unit: Tensor | None
     format: str
     inputs: int
     chunk: int
     of_group: int
     of_run: int
     dtype: torch.dtype
-    factor: float
 
     @property
     def outputs(self) -> int:
@@ -90,7 +91,7 @@ class Packed:
     def nbytes(self) -> int:
         """All that a product reads but the activations."""
         parts = {id(part): part for part in (self.scales, self.minima) if part is not None}.values()
-        rest = (self.factors, self.offsets, self.order, self.bias)
+        rest = (self.factors, self.offsets, self.order, self.bias, self.unit)
         return self.numbers.nbytes + sum(part.nbytes for part in (*parts, *rest) if part is not None)
 
     def rows(self, which: Tensor, matrix: int = 0, dtype: torch.dtype | None = None) -> Tensor:
@@ -131,7 +132,7 @@ def pack(products: Iterable[Product], count: int, gated: bool = False) -> Packed
 
     What is to be rounded is rounded before. Each is packed alone, in the memory of one matrix beside them.
     """
-    numbers, found, biases = torch.empty(0), [], []
+    numbers, found, biases, units = torch.empty(0), [], [], []
     for at, (given, bias) in enumerate(products):
         weight = rounded(given)
         values = torch.cat(weight.parts) if len(weight.parts) > 1 else weight.parts[0]
@@ -146,25 +147,26 @@ def pack(products: Iterable[Product], count: int, gated: bool = False) -> Packed
         packed = _chunks(values, form, chunk, rows)
         if at == 0:
             numbers = torch.empty((count, *packed.shape), dtype=packed.dtype, device=packed.device)
-            alike = form, inputs, chunk, *_spans(groups, inputs, chunk), dtype, weight.factor
+            alike = form, inputs, chunk, *_spans(groups, inputs, chunk), dtype
         numbers[at] = packed
+        units.append(weight.factor)
         if groups is not None:
             found.append((groups, rows))
         if bias is not None:
             biases.append(bias[rows])
-    form, inputs, chunk, of_group, of_run, dtype, factor = alike
+    form, inputs, chunk, of_group, of_run, dtype = alike
     return Packed(
         numbers,
         **_beside(found, inputs),
         bias=torch.stack(biases) if biases else None,
         table=torch.tensor(NF4, device=numbers.device) if form == "normal4" else None,
+        unit=None if all(unit == 1.0 for unit in units) else torch.tensor(units, device=numbers.device),
         format=form,
         inputs=inputs,
         chunk=chunk,
         of_group=of_group,
         of_run=of_run,
         dtype=dtype,
-        factor=factor,
     )
 
 

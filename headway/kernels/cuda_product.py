@@ -83,12 +83,13 @@ def _of_chunk(floats, bytes_, matrix, chunk, runs, groups, col, outputs, of_run,
 
 @triton.jit
 def _finish(
-    totals, matrix, row, live, first_col, bias, out, outputs, factor, slope, cubic, limit, shift,
+    totals, matrix, row, live, first_col, bias, unit, out, outputs, slope, cubic, limit, shift,
     ROWS: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Products [ROWS, COLS] times the factor, with the bias and through the gate, to their place in out."""
+    """Products [ROWS, COLS] times their unit, with the bias and through the gate, to their place in out."""
     col = first_col + tl.arange(0, COLS)
-    totals = totals * factor
+    if unit is not None:
+        totals = totals * tl.load(unit + matrix)
     if bias is not None:
         totals += tl.load(bias + matrix * outputs + col, mask=col < outputs, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -105,8 +106,8 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows"])
 def one_row_kernel(
-    x, x_stride, share, experts, numbers, scales, factors, minima, offsets, order, bias, table, out, partial,
-    rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, factor, slope, cubic, limit, shift,
+    x, x_stride, share, experts, numbers, scales, factors, minima, offsets, order, bias, unit, table, out, partial,
+    rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, slope, cubic, limit, shift,
     FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr, AT_ONCE: tl.constexpr,
     COLS: tl.constexpr,
     SPLITS: tl.constexpr, GATED: tl.constexpr,
@@ -152,7 +153,7 @@ def one_row_kernel(
     else:
         at = row + tl.zeros([1], tl.int32)
         _finish(
-            result, matrix, at, at >= 0, first_col, bias, out, outputs, factor, slope, cubic, limit, shift,
+            result, matrix, at, at >= 0, first_col, bias, unit, out, outputs, slope, cubic, limit, shift,
             1, COLS, GATED,
         )  # fmt: skip
 
@@ -170,8 +171,8 @@ def _tile_of_expert(tile, counts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PAD
 
 @triton.jit(do_not_specialize=["rows", "places_stride"])
 def rows_kernel(
-    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, table,
-    out, partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, factor, slope, cubic,
+    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, unit, table,
+    out, partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, slope, cubic,
     limit, shift, FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr,
     AT_ONCE: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr,
@@ -227,14 +228,14 @@ def rows_kernel(
         tl.store(at, totals, mask=live[:, None] & there[None, :])
     else:
         _finish(
-            totals, matrix, row, live, first_col, bias, out, outputs, factor, slope, cubic, limit, shift,
+            totals, matrix, row, live, first_col, bias, unit, out, outputs, slope, cubic, limit, shift,
             ROWS, COLS, GATED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_parts_kernel(
-    partial, experts, bias, out, rows, outputs, factor, slope, cubic, limit, shift,
+    partial, experts, bias, unit, out, rows, outputs, slope, cubic, limit, shift,
     COLS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, columns): the parts of a row added, and finished."""
@@ -250,7 +251,7 @@ def add_parts_kernel(
         totals += tl.load(at, mask=(col < outputs)[None, :], other=0.0)
     at = row + tl.zeros([1], tl.int32)
     _finish(
-        totals, matrix, at, at >= 0, first_col, bias, out, outputs, factor, slope, cubic, limit, shift, 1, COLS, GATED
+        totals, matrix, at, at >= 0, first_col, bias, unit, out, outputs, slope, cubic, limit, shift, 1, COLS, GATED
     )
 
 
@@ -316,10 +317,10 @@ def multiply(
         packed.of_run, packed.of_group, triton.cdiv(triton.cdiv(packed.steps, splits), at_once) * at_once,
     ]  # fmt: skip
     opens = gate or Gate()
-    ends = [packed.factor, opens.slope, opens.cubic, opens.limit, opens.shift]
+    ends = [opens.slope, opens.cubic, opens.limit, opens.shift]
     matrices = [
         packed.numbers, packed.scales, packed.factors, packed.minima, packed.offsets, packed.order, packed.bias,
-        packed.table,
+        packed.unit, packed.table,
     ]  # fmt: skip
     constants = {
         "FORMAT": packed.format, "CHUNK": packed.chunk, "LANES": packed.lanes, "IN_BYTE": packed.in_byte,
@@ -345,7 +346,7 @@ def multiply(
     if splits > 1:
         # Columns enough for a warp's reads; few programs, as there are few rows.
         add_parts_kernel[(rows, triton.cdiv(packed.outputs, 256))](
-            partial, experts, packed.bias, out, rows, packed.outputs, *ends, COLS=256, SPLITS=splits,
+            partial, experts, packed.bias, packed.unit, out, rows, packed.outputs, *ends, COLS=256, SPLITS=splits,
             GATED=gate is not None,
         )  # fmt: skip
     return out

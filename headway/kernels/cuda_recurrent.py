@@ -114,8 +114,8 @@ def delta_rule_kernel(
         query = tl.load(row + key_head * KEYS + k, mask=is_key, other=0.0).to(tl.float32)
         key = tl.load(row + (KEY_HEADS + key_head) * KEYS + k, mask=is_key, other=0.0).to(tl.float32)
         value = tl.load(row + 2 * KEY_HEADS * KEYS + head * VALUES + v, mask=is_value, other=0.0).to(tl.float32)
-        query /= tl.sqrt((tl.sum(query * query, axis=0) + 1e-6) * KEYS)
-        key /= tl.sqrt(tl.sum(key * key, axis=0) + 1e-6)
+        query = tl.div_rn(query, tl.sqrt_rn((tl.sum(query * query, axis=0) + 1e-6) * KEYS))
+        key = tl.div_rn(key, tl.sqrt_rn(tl.sum(key * key, axis=0) + 1e-6))
         writes = tl.sigmoid(tl.load(numbers + token * 2 * HEADS + head).to(tl.float32))
         forgets = tl.load(numbers + (token * 2 + 1) * HEADS + head).to(tl.float32) + offset_by
         soft = tl.maximum(forgets, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(forgets)))
@@ -123,7 +123,7 @@ def delta_rule_kernel(
         written = writes * (value - tl.sum(matrix * key[:, None], axis=0))
         matrix += key[:, None] * written[None, :]
         result = tl.sum(matrix * query[:, None], axis=0)
-        result = result / tl.sqrt(tl.sum(result * result, axis=0) / VALUES + eps) * weight
+        result = tl.div_rn(result, tl.sqrt_rn(tl.sum(result * result, axis=0) / VALUES + eps)) * weight
         opens = tl.load(gate + token * gate_stride + head * VALUES + v, mask=is_value, other=0.0).to(tl.float32)
         result *= opens * tl.sigmoid(opens)
         tl.store(out + (token * HEADS + head) * VALUES + v, result.to(out.dtype.element_ty), mask=is_value)

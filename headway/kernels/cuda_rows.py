@@ -15,7 +15,7 @@ def rms_norm_kernel(x, outer_stride, inner, inner_stride, weight, out, eps, WIDT
     dim = tl.arange(0, PADDED)
     mask = dim < WIDTH
     value = tl.load(x + at + dim, mask=mask, other=0.0).to(tl.float32)
-    value = value / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = tl.div_rn(value, tl.sqrt_rn(tl.sum(value * value, axis=0) / WIDTH + eps))
     value = value * tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + dim, value.to(out.dtype.element_ty), mask=mask)
 
@@ -31,7 +31,7 @@ def add_rms_norm_kernel(x, residual, weight, eps, WIDTH: tl.constexpr, PADDED: t
     rounded = total.to(x.dtype.element_ty)
     tl.store(residual + at + dim, rounded, mask=mask)
     value = rounded.to(tl.float32)
-    value = value / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = tl.div_rn(value, tl.sqrt_rn(tl.sum(value * value, axis=0) / WIDTH + eps))
     value = value * tl.load(weight + dim, mask=mask, other=0.0).to(tl.float32)
     tl.store(x + at + dim, value.to(x.dtype.element_ty), mask=mask)
 
@@ -84,12 +84,12 @@ def store_kernel(
     key, key_stride, value, value_stride, keys, values, slots,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One token's key and value of one head to its slot of keys and values [N, G, B, D]."""
+    """One token's key and value of one head to its slot of keys and values [N, G, B, D]; to none below 0."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PADDED)
-    mask = dim < WIDTH
     slot = tl.load(slots + token)
+    mask = (dim < WIDTH) & (slot >= 0)
     at = ((slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + dim
     tl.store(keys + at, tl.load(key + token * key_stride + head * WIDTH + dim, mask=mask), mask=mask)
     tl.store(values + at, tl.load(value + token * value_stride + head * WIDTH + dim, mask=mask), mask=mask)

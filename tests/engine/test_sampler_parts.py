@@ -121,7 +121,7 @@ def test_on_a_gpu_one_wait_a_step_and_the_same_tokens(vocab_size: int) -> None:
         {"top_p": 0.9},
         {"min_p": 0.05},
         {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-        {"logit_bias": {5: 3.0}, "min_tokens": 99, "logprobs": 5},
+        {"logit_bias": {5: 3.0}, "min_tokens": 99, "max_tokens": 200, "logprobs": 5},
     ]
     sequences = [make_sequence([1, 2, 3], seed=row, stop_ids=(7,), **way) for row, way in enumerate(ways * 4)]
     logits = torch.randn(len(sequences), vocab_size, generator=torch.Generator().manual_seed(5)) * 6

@@ -113,7 +113,7 @@ def test_attention_of_a_mixed_step(
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.dtype, window: int | None) -> None:
     step, _ = step_of([1, 1], [700, 90], 16)
-    assert count_splits(step, 1, 1, kernels._multiprocessors) > 1
+    assert count_splits(step, None, 1, 1, kernels._multiprocessors) > 1
     check_attention(kernels, DEVICE, dtype, [1, 1], [700, 90], 7, 1, 64, 16, window)
 
 
@@ -142,9 +142,10 @@ def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:
     long, _ = step_of([1], [20_000], 16)
     short, _ = step_of([1], [400], 16)
     many, _ = step_of([1] * 64, [2_000] * 64, 16)
-    assert count_splits(long, 8, 1, 132) == 32
-    assert count_splits(short, 8, 1, 132) == 1
-    assert count_splits(many, 8, 1, 132) == 1
+    assert count_splits(long, None, 8, 1, 132) == 32
+    assert count_splits(short, None, 8, 1, 132) == 1
+    assert count_splits(long, 128, 8, 1, 132) == 1  # however long, little of it is seen
+    assert count_splits(many, None, 8, 1, 132) == 1
 
 
 def test_linear(kernels: CudaKernels) -> None:

@@ -176,8 +176,9 @@ def _turned(values: Tensor, by: int) -> Tensor:
     ],
 )
 def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dtype) -> None:
-    """Beside the reference's loop over experts with plain matrices: gpt-oss's gate, biases, a shared expert."""
+    """Beside the reference's loop over experts with plain matrices: gpt-oss's gate, biases, a shared expert, factors."""
     gate_up, down = _experts(form, dtype)
+    down = [(replace(weight, factor=1.0 + number / 4), bias) for number, (weight, bias) in enumerate(down)]
 
     def of(products: list[Product]) -> Iterator[Product]:
         return ((there(weight), None if bias is None else bias.to(DEVICE)) for weight, bias in products)
@@ -185,7 +186,7 @@ def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dty
     def plain(products: list[Product]) -> Iterator[Product]:
         for weight, bias in products:
             dense = torch.cat(weight.parts) if form == "plain" else multiplied_out(weight)
-            yield Weight(dense.float()), None if bias is None else bias.float()
+            yield Weight(dense.float(), factor=weight.factor), None if bias is None else bias.float()
 
     gate = CLAMPED if form != "int4-weight-only" else SILU
     mixture = kernels.mixture(of(gate_up), of(down), 5, gate)
@@ -202,6 +203,16 @@ def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dty
                 x.to(DEVICE), *(each.to(DEVICE) for each in picked), None if given is None else given.to(DEVICE)
             )
             assert relative_error(got, expected.double()) < 3 * ROUNDING[dtype]
+
+
+def test_a_single_choice_of_sorted_experts_is_read_where_it_stands(kernels: CudaKernels) -> None:
+    """It is a column of all choices in order, as routers make it: its numbers do not lie one behind the other."""
+    experts = operations.random_experts(torch.float32, 6, 40, 21)
+    of_both = [each.mixture(*experts, 6) for each in (kernels, REFERENCE)]
+    x, logits = random(4, torch.float32, 9, 40).to(DEVICE), random(5, torch.float32, 9, 6).to(DEVICE)
+    ours = of_both[0](x, *kernels.route(logits, 1, True, False), None)
+    theirs = of_both[1](x.cpu(), *REFERENCE.route(logits.cpu(), 1, True, False), None)
+    assert relative_error(ours, theirs.double()) < 3 * ROUNDING[torch.float32]
 
 
 def test_routing_counts_are_those_of_the_reference(kernels: CudaKernels) -> None:
