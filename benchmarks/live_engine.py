@@ -94,6 +94,15 @@ class LiveEngine:
         finally:
             self._end(names)
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, no step is launched as a graph."""
+        decodes, self.runner.decodes = self.runner.decodes, None
+        try:
+            yield
+        finally:
+            self.runner.decodes = decodes
+
     def prefill(self, tokens: int, budget_s: float) -> list[float]:
         """Seconds of steps with one prompt each, for about so long."""
         seconds: list[float] = []

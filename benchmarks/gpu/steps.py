@@ -68,6 +68,7 @@ def tasks(machine: Machine) -> Tasks:
     for batch, context in grid.decodes:
         fits = grid.cache_tokens(batch, context) <= room
         found[f"decode {batch} x {context}"] = partial(_decode, machine, grid, engine, batch, context, fits)
+        found[f"eager {batch} x {context}"] = partial(_eager, machine, grid, engine, batch, context, fits)
     for tokens in grid.prompts:
         found[f"prompt of {tokens}"] = partial(_prompt, machine, grid, engine, tokens)
     for batch, context in (grid.decodes[0], grid.decodes[-1]):
@@ -115,7 +116,14 @@ def _decode(machine: Machine, grid: Grid, engine: Engine, batch: int, context: i
     }  # fmt: skip
 
 
+def _eager(machine: Machine, grid: Grid, engine: Engine, batch: int, context: int, fits: bool) -> Iterable[Row]:
+    """The same decode with each kernel launched by itself."""
+    with engine().eager():
+        yield from _decode(machine, grid, engine, batch, context, fits)
+
+
 def _prompt(machine: Machine, grid: Grid, engine: Engine, tokens: int) -> Iterable[Row]:
+    engine().prefill(tokens, 0.0)  # where kernels are compiled
     seconds = engine().prefill(tokens, 0.0 if machine.small else _BUDGET_S)
     flops, median = prefill_flops(grid.shape, 1, tokens), statistics.median(seconds)
     peak = machine.limits.get("gemm bfloat16")

@@ -94,7 +94,6 @@ NOT_SUPPORTED = {
     "--reasoning-parser": "reasoning stays in the text; leave it out",
     "--tokenizer": "the tokenizer is that of the model's folder",
     "--trust-remote-code": "code of a checkpoint is never run; leave it out",
-    "--enforce-eager": "no graphs are captured; leave it out",
     "--n-gpu-layers": "the whole model is on one device; --device chooses it",
     "--cpu-offload-gb": "the whole model is on one device; --device chooses it",
     "--guided-decoding-backend": "structured output is not supported yet",

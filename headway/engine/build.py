@@ -127,6 +127,7 @@ def build_engine(
             _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None),
             pool.checkpoints or 0,
             groups,
+            graphs=not config.enforce_eager,
         )
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
@@ -135,6 +136,11 @@ def build_engine(
     with stages.timed("warm_up"):
         sizes = pool.num_blocks, config.block_size
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
+        try:
+            runner.capture()
+        except RuntimeError as error:
+            why = " ".join(str(error).split("\n")[0].split())
+            raise EngineError(f"decode steps cannot be made CUDA graphs: {why}; start with --enforce-eager") from error
     core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
         with stages.timed("preload"):

@@ -219,6 +219,9 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             common=True,
         ),
     ] = None
+    enforce_eager: Annotated[
+        bool, _engine("On a GPU, launch the kernels of a decode step one by one instead of as a CUDA graph.")
+    ] = False
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None

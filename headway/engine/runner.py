@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.executor import EngineFault, StepOutcome
+from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
@@ -36,9 +37,11 @@ class Runner:
         host_blocks: that preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
         groups: KV cache groups; empty where one block table is for all.
+        graphs: on a GPU, launch decode steps as CUDA graphs.
 
     Attributes:
         host: these blocks; None without any.
+        decodes: lays out the steps that are launched as graphs; None where none are.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Runner:
         host_blocks: int = 0,
         checkpoints: int = 0,
         groups: Groups = (),
+        graphs: bool = False,
     ) -> None:
         config = model.config
         self.model = model
@@ -77,7 +81,20 @@ class Runner:
         self.sampler = Sampler(config.shape.vocab, device, kernels.draw)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)
         self._has_experts = config.routing is not None
+        self.decodes: DecodeBuffers | None = None
+        if graphs and device.type == "cuda" and self._states is None:
+            # Rows of no sequence would go to experts, which are read for them.
+            sizes = graph_sizes(max_num_seqs, padded := not self._has_experts)
+            of_tables = self.layout.tables, block_size, max_model_len
+            self.decodes = DecodeBuffers(device, sizes, padded, *of_tables)
         self._known: dict[int, SequenceState] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the graphs of decode steps, if there are to be any."""
+        for step in () if self.decodes is None else self.decodes.empty_steps():
+            for _ in ("compiled", "captured"):
+                self.model.forward(step.token_ids, step.geometry, self.caches)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -87,7 +104,8 @@ class Runner:
         sequences = self._apply(plan)
         if self._states is not None:
             self._catch_up(plan.scheduled, sequences, self._states)
-        step = self.layout.lay_out(plan.scheduled, sequences)
+        step = None if self.decodes is None else self.decodes.lay_out(plan.scheduled, sequences)
+        step = step or self.layout.lay_out(plan.scheduled, sequences)
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)

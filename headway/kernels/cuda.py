@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 import triton
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from headway.kernels import cuda_attention, cuda_recurrent, cuda_rows
 from headway.kernels.cuda_experts import CudaMixture, Seen
+from headway.kernels.cuda_graphs import GraphMemory, Graphs
 from headway.kernels.cuda_packed import pack
 from headway.kernels.cuda_product import multiply
 from headway.kernels.interface import (
+    AttentionShape,
     HeadLinear,
     LayerCache,
     LayerState,
@@ -62,6 +64,7 @@ class CudaKernels(TorchKernels):
         if torch.cuda.is_available():
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._seen = Seen()
+        self._graphs: Graphs | None = None
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Lay out a packed weight [out, in]; a plain one is kept, and is never wide."""
@@ -197,6 +200,14 @@ class CudaKernels(TorchKernels):
     ) -> Tensor:
         """See Kernels."""
         return cuda_recurrent.delta_rule(mixed, gate, numbers, rule, state, step)
+
+    def repeat(
+        self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
+    ) -> Tensor:
+        """See Kernels; a CUDA graph, from the second time on."""
+        if self._graphs is None:
+            self._graphs = Graphs(self._seen, GraphMemory())
+        return self._graphs.repeat(key, run)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

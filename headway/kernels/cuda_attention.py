@@ -157,9 +157,7 @@ def _attention_kernel(
         q_rest = _load(queries_at + WIDTH + rest[None, :], row_rests, WIDEN)
     first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
     first_position = context - queries + tile * TOKENS
-    begin, end, ahead = _keys_of(
-        first_position, context, window, split, TOKENS, KEYS, SPLITS, WINDOWED, FIRST
-    )
+    begin, end, ahead = _keys_of(first_position, context, window, split, TOKENS, KEYS, SPLITS, WINDOWED, FIRST)
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:

@@ -8,6 +8,7 @@ programs beyond the last tile of an expert end at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import triton
@@ -79,6 +80,20 @@ class Seen:
             self._of_device = torch.zeros(2, dtype=torch.int64, device=device)
         self._is_read &= tokens == 1
         return self._of_device
+
+    @property
+    def known(self) -> RoutingCounts:
+        """What the host counts by itself."""
+        return replace(self._known)
+
+    def repeat(self, counted: RoutingCounts) -> None:
+        """Count mixtures that run again as they were counted once."""
+        known = self._known
+        known.mixtures += counted.mixtures
+        known.pairs += counted.pairs
+        known.touched += counted.touched
+        known.busiest += counted.busiest
+        self._is_read &= counted.mixtures == 0 or counted.touched > 0  # of several tokens the device counts
 
     def counts(self) -> RoutingCounts:
         """Waits for the device if there was a mixture of several tokens since the last time."""

@@ -171,8 +171,8 @@ def _tile_of_expert(tile, counts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PAD
 
 @triton.jit(do_not_specialize=["rows", "places_stride"])
 def rows_kernel(
-    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, unit, table,
-    out, partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, slope, cubic,
+    x, x_stride, share, counts, places, places_stride, numbers, scales, factors, minima, offsets, order, bias, unit,
+    table, out, partial, rows, inputs, outputs, steps, runs, groups, of_run, of_group, split_steps, slope, cubic,
     limit, shift, FORMAT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, IN_BYTE: tl.constexpr,
     AT_ONCE: tl.constexpr, COLS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr,
