@@ -26,6 +26,7 @@ from tests.engine.models import TINY_GPT_OSS, TINY_LLAMA, TINY_MIXTURE, write_co
 from tests.engine.test_layout import BLOCK, CPU, MOST_SEQUENCES, MOST_TOKENS, part, sequence
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_BLOCKS = -(-MOST_TOKENS // BLOCK)
 
 
@@ -98,18 +99,18 @@ def test_other_steps_are_not_laid_out() -> None:
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GPT_OSS], ids=["llama", "gpt-oss"])
 def test_rows_of_no_sequence_change_nothing(tmp_path: Path, config: dict[str, object]) -> None:
     """Three sequences in four rows: the same results, and the same caches but for the slots of the three."""
-    model = load_model(Path(write_config(tmp_path, **config)), torch.float32, CudaKernels(), load_format="dummy")
+    model = load_model(Path(write_config(tmp_path, **config)), torch.float32, CudaKernels(), DEVICE, "dummy")
     draw = random.Random(1)
     live = [sequence(draw, length) for length in (5, 9, 14)]
     for number, each in enumerate(live):
         each.tokens[:] = [token % 100 for token in each.tokens]
         each.block_table[:] = [4 * number + at for at in range(len(each.block_table))]
-    layout = StepLayout(CPU, BLOCK, 8, 64)
-    buffers = DecodeBuffers(CPU, [4], True, layout.tables, BLOCK, 64)
+    layout = StepLayout(DEVICE, BLOCK, 8, 64)
+    buffers = DecodeBuffers(DEVICE, [4], True, layout.tables, BLOCK, 64)
     scheduled = [part(each, 1, 1) for each in live]
     results = []
     for lay_out in (layout.lay_out, buffers.lay_out):
-        caches = zero_caches(model.config.caches, 13, BLOCK, torch.float32, CPU)
+        caches = zero_caches(model.config.caches, 13, BLOCK, torch.float32, DEVICE)
         kept = [cache for cache in caches if isinstance(cache, LayerCache)]
         for at, tensor in enumerate(tensor for cache in kept for tensor in cache.tensors):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(at)))
