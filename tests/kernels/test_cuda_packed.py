@@ -176,7 +176,7 @@ def _turned(values: Tensor, by: int) -> Tensor:
     ],
 )
 def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dtype) -> None:
-    """Beside the reference's loop over experts with plain matrices: biases, factors, a shared expert, gpt-oss's gate."""
+    """Beside the reference's loop over plain experts: biases, factors, a shared expert, and gpt-oss's gate."""
     gate_up, down = _experts(form, dtype)
     down = [(replace(weight, factor=1.0 + number / 4), bias) for number, (weight, bias) in enumerate(down)]
 
