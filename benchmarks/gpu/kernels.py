@@ -7,6 +7,7 @@ their bytes and FLOPs by the cost model. The share is that of the limit, copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,7 +51,7 @@ def tasks(machine: Machine) -> Tasks:
     found: Tasks = {"stream": partial(_rows, machine, lambda: [stream_case(pool, DTYPE)])}
     names = ("tiny",) if machine.small else ("llama-3.1-8b", "qwen2.5-7b")
     for name in names:
-        shape = read_shape(SHAPES[name], name)
+        shape = replace(read_shape(SHAPES[name], name), layers=1, sliding_windows=())  # cases are of one layer
         for load in _SMALL_LOADS if machine.small else (*DECODES, *PROMPTS):
             label = f"{name} attention, {load.sequences} x {load.tokens} of {load.context}"
             found[label] = partial(_rows, machine, partial(_attention, pool, shape, load))
