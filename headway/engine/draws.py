@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.policy.sizing import LOGIT_BLOCK, padded_size
@@ -26,10 +24,6 @@ ALMOST_ONE = 1.0 - 2.0**-52
 UNDECIDED = -2  # in place of a token id, where too few candidates were looked at to tell
 Index = Tensor | slice  # of rows; a slice costs no copy
 NONE = torch.empty(0)  # in place of numbers that no row of a batch needs
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(slots=True)
@@ -72,28 +66,6 @@ class Rows:
     def take(self, index: Index) -> Rows:
         """The same for some of the rows."""
         return Rows(self.x[index], self.peaks[index], self.best[index], self.uniform[index])
-
-
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))
-
-
-def streams(seeds: list[int]) -> NDArray[np.uint64]:
-    """Starting states of the random streams of these seeds; any Python integer is a seed."""
-    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + _GOLDEN)
-
-
-def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (stream, position), whatever was drawn before.
-
-    SplitMix64 used as a counter-based generator (Steele, Lea and Flood, OOPSLA 2014): its state after p
-    steps is the start plus p times the golden gamma. Multiples of 2**-52, so that u * total < total holds
-    in float64.
-    """
-    counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(starts + counters) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:

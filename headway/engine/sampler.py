@@ -26,7 +26,7 @@ from headway.engine import draws
 from headway.engine.logprobs import logprob_table, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
-from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided
+from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided, uniforms
 from headway.kernels.host import one_thread, to_device
 from headway.kernels.interface import Draw
 from headway.policy.plan import SequenceState
@@ -133,7 +133,8 @@ class Sampler:
 
     def forget(self, sequence: SequenceState) -> None:
         """Forget a sequence that is finished or preempted. Does nothing for an unknown one."""
-        self._penalties.forget(sequence)
+        if sequence.params.penalises:
+            self._penalties.forget(sequence)
         self._edits.pop(sequence, None)
         self._known.discard(sequence)
         self._batch = None
@@ -169,7 +170,7 @@ class Sampler:
         at = uniform = draws.NONE
         if batch.edits is not None or not batch.is_greedy:
             where = np.array(positions, np.int64)
-            at, uniform = to_device(np.stack((where, draws.uniforms(batch.streams, where))), self.device)
+            at, uniform = to_device(np.stack((where, uniforms(batch.streams, where))), self.device)
         x = raw
         if batch.edits_logits:
             x = raw.clone() if borrowed or batch.wants_logprobs else raw

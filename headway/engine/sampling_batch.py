@@ -22,6 +22,10 @@ GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
 # A top_p beyond this is one: sums of weights in two orders differ by more, and no tokens might have as much together.
 _WHOLE = 1.0 - 1e-9
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
 # How many of the likeliest tokens are looked at before all are. Too few cost a second wait for the device.
 WIDTHS = (64, 128, 2048)
 SPARE = 14  # candidates beyond top_k, so that ties at the cut seldom matter; with it top_k = 50 fits 64
@@ -103,7 +107,7 @@ def describe(
                 known_edits[sequence] = _token_edits(sequence, vocab_size)
             edits[row] = known_edits[sequence]
     wants_logprobs = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-    streams = draws.streams([sequence.seed for sequence in sequences])
+    streams = streams_of([sequence.seed for sequence in sequences])
     return SamplingBatch(
         sequences=list(sequences),
         table=_table(sequences, streams, edits, vocab_size) if by_kernel else None,
@@ -115,6 +119,28 @@ def describe(
         logprob_rows=_index(wants_logprobs, device),
         top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in wants_logprobs), default=0)),
     )
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+def streams_of(seeds: list[int]) -> NDArray[np.uint64]:
+    """Starting states of the random streams of these seeds; any Python integer is a seed."""
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + _GOLDEN)
+
+
+def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (stream, position), whatever was drawn before.
+
+    SplitMix64 used as a counter-based generator (Steele, Lea and Flood, OOPSLA 2014): its state after p
+    steps is the start plus p times the golden gamma. Multiples of 2**-52, so that u * total < total holds
+    in float64.
+    """
+    counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(starts + counters) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _table(

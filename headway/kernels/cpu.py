@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -374,10 +375,13 @@ class CpuKernels:
 
 def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:
     """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu_attention has it."""
-    block_size, width = cache.keys.shape[2:]
-    inputs = arithmetic_of(CACHE_KINDS[cache.keys.dtype]).inputs
-    arranged = LATENT if cache.is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
-    return arranged, inputs, width, block_size, cache.keys.element_size()
+    return _layout_of(cache.keys.dtype, *cache.keys.shape[2:], cache.is_latent)
+
+
+@functools.cache
+def _layout_of(dtype: torch.dtype, block_size: int, width: int, is_latent: bool) -> tuple[int, int, int, int, int]:
+    arranged = LATENT if is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
+    return arranged, arithmetic_of(CACHE_KINDS[dtype]).inputs, width, block_size, dtype.itemsize
 
 
 def _scale_addresses(cache: LayerCache) -> tuple[int, int]:

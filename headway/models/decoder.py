@@ -114,7 +114,7 @@ class Attention:
         self._query_rope = None if factors is None else (rope[0] * factors, rope[1] * factors)
         # Sinks are at most as far away as what a query sees is long, whatever their position.
         self._sink_rope = rope[0][: weights.cache.window], rope[1][: weights.cache.window]
-        self._eps = config.rms_norm_eps
+        self._eps, self._window = config.rms_norm_eps, weights.cache.recent
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
         self._heads = _head_split(config.shape.heads, weights.cache)[: 1 + weights.projected_kv]
@@ -142,9 +142,7 @@ class Attention:
             query, key = self._normed(query, weights.query_norm), self._normed(key, weights.key_norm)
         if weights.projected_kv:
             kernels.store(key, value, cache, step.slots)
-        attended = kernels.attention(
-            query, cache, step, self._scale, weights.cache.recent, weights.sinks, self._softcap, first
-        )
+        attended = kernels.attention(query, cache, step, self._scale, self._window, weights.sinks, self._softcap, first)
         if gate:
             attended = kernels.sigmoid_gate(attended, gate[0])
         return weights.o(attended.flatten(1))
@@ -220,6 +218,7 @@ class Decoder:
         self.device = torch.device(device)
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
+        self._eps, self._residual_eps = config.rms_norm_eps, config.residual_eps
         self._identity = object()
         sinks = config.shape.attention_sinks
         of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
@@ -256,11 +255,11 @@ class Decoder:
         return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
-        rms_norm, eps, steps = self.kernels.rms_norm, self.config.rms_norm_eps, step.groups
+        rms_norm, eps, steps = self.kernels.rms_norm, self._eps, step.groups
         residual = self.weights.embedding(token_ids)
         inputs = None if self.weights.inputs is None else self.weights.inputs(token_ids, residual)
         first = self.weights.layers[0].mixer_norm
-        hidden = residual if first is None else rms_norm(residual, first, self.config.residual_eps)
+        hidden = residual if first is None else rms_norm(residual, first, self._residual_eps)
         for number, ((layer, mixer, next_norm), cache) in enumerate(zip(self._layers, caches, strict=True)):
             added = mixer(hidden, cache, steps[cache.group] if steps else step)
             if layer.mixed_norm is not None:
@@ -276,13 +275,13 @@ class Decoder:
                 hidden, residual = self._joined(added, residual, next_norm)
             else:
                 residual = layer.end(added, residual, None if inputs is None else inputs[:, number])
-                hidden = residual if next_norm is None else rms_norm(residual, next_norm, self.config.residual_eps)
+                hidden = residual if next_norm is None else rms_norm(residual, next_norm, self._residual_eps)
         return hidden
 
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes into the next part, and the residual stream with what the last one adds."""
         if norm is not None:
-            return self.kernels.add_rms_norm(added, residual, norm, self.config.residual_eps)
+            return self.kernels.add_rms_norm(added, residual, norm, self._residual_eps)
         residual = self.kernels.add(added, residual)
         return residual, residual
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from headway.engine import draws
+from headway.engine import sampling_batch
 from headway.policy.plan import SequenceState
 from headway.policy.sampling_params import SamplingParams
 
@@ -86,7 +86,8 @@ def kept(
 
 
 def uniform_of(sequence: SequenceState) -> float:
-    return float(draws.uniforms(draws.streams([sequence.seed]), np.array([len(sequence.tokens)]))[0])
+    streams = sampling_batch.streams_of([sequence.seed])
+    return float(sampling_batch.uniforms(streams, np.array([len(sequence.tokens)]))[0])
 
 
 def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
