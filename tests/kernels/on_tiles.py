@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from headway.kernels import cpu_choice
+from headway.kernels.cpu_matrix import has_matrix_tiles
 from headway.kernels.weights import Weight
 from tests.kernels import tile_machine
 
@@ -207,15 +208,20 @@ def answers(tiles: bool, quantization: str) -> list[list[tuple[int, float]]]:
     return given
 
 
+def carried_out() -> int:
+    """Instructions that tile_machine has carried out; 0 where the processor does it."""
+    return 0 if has_matrix_tiles() else tile_machine.instructions()
+
+
 def check_engine() -> int:
     """Whole models: with weights of whole numbers what comes out on vectors, bit for bit, with floats nearly so."""
     same = 0
     for quantization in ("none", "int8", "int4"):
-        before = tile_machine.instructions()
+        before = carried_out()
         on_vectors = answers(False, quantization)
-        assert tile_machine.instructions() == before
+        assert carried_out() == before
         on_tiles = answers(True, quantization)
-        assert tile_machine.instructions() > before
+        assert has_matrix_tiles() or carried_out() > before
         for expected, got in zip(on_vectors, on_tiles, strict=True):
             if quantization == "none":
                 assert expected[0][1] == pytest.approx(got[0][1], abs=0.05)
@@ -226,7 +232,8 @@ def check_engine() -> int:
 
 
 def main() -> None:
-    tile_machine.install()
+    if not has_matrix_tiles():
+        tile_machine.install()
     torch.set_num_threads(2)
     os.environ["HEADWAY_CPU_KERNELS"] = "default"
     scheme = sys.argv[1]
@@ -241,7 +248,7 @@ def main() -> None:
     else:
         checked = (check_floats() if scheme == "none" else check_integers(scheme)) + check_experts(scheme)
     checked += sum(map(check_choice, timed))
-    print(checked, "on tiles" if tile_machine.instructions() else "")
+    print(checked, "on tiles" if has_matrix_tiles() or carried_out() else "")
 
 
 if __name__ == "__main__":
