@@ -38,7 +38,7 @@ def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """For work that blocks the event loop: Ctrl-C and SIGTERM raise Interrupted in it."""
+    """Let Ctrl-C and SIGTERM raise Interrupted in work that blocks the event loop."""
 
     def interrupt(*_: Any) -> None:
         raise Interrupted

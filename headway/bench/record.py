@@ -86,7 +86,7 @@ class RequestRecord:
 
     @classmethod
     def of(cls, planned: PlannedRequest, due_ns: int) -> Self:
-        """Of a request that is due then, and unsent."""
+        """Make the record of a request that is due at `due_ns` and not sent yet."""
         return cls(
             index=planned.index,
             class_name=planned.class_name,
@@ -115,7 +115,7 @@ class RequestRecord:
 
     @property
     def failure_kind(self) -> FailureKind:
-        """Of a request that was not answered."""
+        """The kind of failure of a request that was not answered."""
         return self.failure.kind if self.failure is not None else FailureKind.NO_TOKENS
 
     @property

@@ -136,7 +136,7 @@ def load_json(path: Path) -> RunResult:
 
 
 def default_file_name(result: RunResult, date: datetime | None = None) -> str:
-    """As `vllm bench serve` names it: {label or backend}-{rate}qps-{model}-{date}.json."""
+    """The file name that `vllm bench serve` would use: {label or backend}-{rate}qps-{model}-{date}.json."""
     settings = result.settings
     rate, most = settings.get("request_rate"), settings.get("max_concurrency")
     parts = [
@@ -161,7 +161,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _failures(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
-    """By kind: how many, and what the first of them said."""
+    """The number of failures of each kind, and the message of the first."""
     failures: dict[str, dict[str, Any]] = {}
     for record in records:
         if record.failure is not None and record.failed:

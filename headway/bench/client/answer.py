@@ -199,7 +199,7 @@ class StreamedAnswer(Receiver):
             self.record.text = "".join(self._texts)
 
     def failure(self, now_ns: int) -> Failure | None:
-        """Of a response that came to its end at `now_ns`; None when it was an answer."""
+        """How a response failed that ended at `now_ns`; None when it was an answer."""
         record = self.record
         record.end_ns = record.end_ns or now_ns
         if not 200 <= self.status < 300:

@@ -92,7 +92,7 @@ class Endpoint:
         return self.path or ROUTES[self.api]
 
     def all_headers(self, tenant: str = "") -> dict[str, str]:
-        """Of every request of a tenant, beside those that HTTP needs; names in lower case."""
+        """The headers of each request of a tenant, without those that HTTP itself needs; names in lower case."""
         headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
         if (key := self.tenant_keys.get(tenant, self.api_key)) is not None:
             headers["authorization"] = f"Bearer {key}"

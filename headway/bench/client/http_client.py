@@ -45,7 +45,7 @@ class HttpClient:
 
     @classmethod
     def to(cls, endpoint: Endpoint) -> Self:
-        """For an endpoint's server; needs a running event loop."""
+        """Make a client for the server of an endpoint. This needs a running event loop."""
         return cls(endpoint.address, connect_timeout_s=endpoint.connect_timeout_s, insecure=endpoint.insecure)
 
     def head(self, method: str, route: str, headers: dict[str, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Sending a workload on time, and what came of it.
+"""Send a workload on time, and record what came of it.
 
     outcome = await run_load(client, requests, mode=LoadMode.OPEN, stop=stop)
 
@@ -31,9 +31,9 @@ WARM_UPS_AT_ONCE = 8
 
 @dataclass(slots=True)
 class LoadOutcome(RunResult):
-    """What came of a run; who sent it fills in the settings and what is known of the server.
+    """The result of a run. Its caller fills in the settings and what is known of the server.
 
-    Of records there is one for each request that was due. One that was due and never sent has sent_ns == 0 and is
+    There is a record for each request that was due. One that was due and never sent has sent_ns == 0 and is
     ABANDONED: the turn before it failed, or it still had no place when the run ended. The client's start lags count
     from when a request was due, or got its place, to when it was sent.
 
@@ -120,7 +120,7 @@ async def run_load(
 
 
 def _outcome(dispatch: Dispatch, watch: LoopWatch, requests: int) -> LoadOutcome:
-    """Of what was dispatched, out of so many requests."""
+    """The outcome of a run of which `requests` were planned and some were dispatched."""
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
         settings={},

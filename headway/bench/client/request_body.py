@@ -1,4 +1,4 @@
-"""From a planned request to the bytes of its body."""
+"""Make the body of a planned request, as bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BodyBuilder:
         return {"query": query, "documents": documents}
 
     def body(self, planned: PlannedRequest, prompt: Prompt | None = None) -> bytes:
-        """JSON. `prompt` takes the place of the plan's."""
+        """The body in JSON. `prompt` takes the place of the planned one."""
         return _encoder.encode(
             self.fields(planned.prompt if prompt is None else prompt, planned.output_tokens, planned.extra_body)
         )

@@ -63,7 +63,7 @@ class LoopWatch:
         self._waited_ns += waited_for_core_ns()
 
     def health(self, records: Sequence[RequestRecord], start_lag_ms: list[float]) -> ClientHealth:
-        """What was seen while it was entered, judged against the latencies of the run.
+        """The health of the client between entry and exit, judged against the latencies of the run.
 
         Args:
             records: of the run.

@@ -28,7 +28,7 @@ FROM_SCHEDULE = frozenset({"ttft_ms", "e2el_ms", "normalized_latency_ms"})
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """What the client does late at a percentile, in ms: sending a request, and reading what has come."""
+    """How late the client is at a percentile, in ms: when it sends a request, and when it reads what has come."""
 
     send_ms: float
     read_ms: float
@@ -39,7 +39,7 @@ class Delay:
         return cls(_quantile(client.start_lag_ms, p), max(_quantile(client.loop_lag_ms, p), unread_ms))
 
     def added_ms(self, metric: str, since: Since, tokens: float) -> float:
-        """To a latency of answers with so many tokens on average."""
+        """Milliseconds that the client adds to a latency, if answers have `tokens` tokens on average."""
         sent = self.send_ms if since == "schedule" and metric in FROM_SCHEDULE else 0.0
         if metric == "normalized_latency_ms":
             return (sent + self.read_ms) / max(tokens, 1.0)
@@ -47,7 +47,7 @@ class Delay:
 
 
 def _quantile(values: Sequence[float], p: float) -> float:
-    """By nearest rank; 0 of nothing."""
+    """The percentile `p` by nearest rank; 0 if there are no values."""
     return float(np.percentile(values, p, method="inverted_cdf")) if len(values) else 0.0
 
 

@@ -61,11 +61,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of two runs, or of several of each side.
+    """The comparison of side a with side b, each of one or several runs.
 
     Args:
         differences: in a fixed order, metric by metric.
-        runs: of a and of b.
+        runs: the number of runs on side a, and on side b.
         paired: request by request (one run each), or run by run with the same seeds.
         method: how the intervals came about, in words.
         settings: those in which the sides differ: {"request_rate": (4.0, 8.0)}; a tuple of values for several runs.

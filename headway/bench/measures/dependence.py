@@ -14,7 +14,7 @@ import numpy as np
 
 
 def autocovariance(series: np.ndarray) -> np.ndarray:
-    """Of lags 0 .. n - 1, each divided by n (so that the sequence is positive definite). Shape as the series'."""
+    """The autocovariance at lags 0 .. n - 1, shape (n,). It is divided by n, to be positive definite."""
     n = len(series)
     centred = np.asarray(series, dtype=float) - np.mean(series)
     size = 1 << (2 * n - 1).bit_length()

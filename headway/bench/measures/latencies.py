@@ -20,9 +20,9 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of the completed requests, in the order in which they were due. Milliseconds; NaN where there is no such latency.
+    """Latencies of the completed requests, in the order in which they were due.
 
-    Arrays of shape (requests,) unless said otherwise:
+    Milliseconds; NaN where there is no such latency. Arrays have the shape (requests,) unless said otherwise:
 
     Args:
         records: the completed requests themselves.

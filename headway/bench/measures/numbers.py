@@ -129,5 +129,5 @@ class Summary:
 
     @property
     def refused(self) -> int:
-        """Of the failed requests those that met a limit which the server keeps on purpose."""
+        """The number of failed requests that the server refused because of one of its limits."""
         return self.failures.get(FailureKind.REFUSED, 0)

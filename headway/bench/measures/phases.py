@@ -70,7 +70,7 @@ def phase_lengths(records: Iterable[RequestRecord]) -> dict[str, Floats]:
 def phase_composition(
     records: Iterable[RequestRecord], low: float, high: float, metric: Metric = "e2el"
 ) -> dict[str, float]:
-    """What the latency of the requests between two percentiles of it is made of.
+    """The parts that make up the latency of requests between two of its percentiles.
 
     Args:
         low, high: percentiles, 0 to 100, of the latency from the schedule, among completed requests with a ledger.

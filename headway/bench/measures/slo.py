@@ -34,7 +34,7 @@ def missed_objectives(
     by_class: Mapping[str, Objectives] | None = None,
     since: Since = "schedule",
 ) -> dict[int, tuple[str, ...]]:
-    """By index of the request: which objectives it missed, "failed" among them; () when it met all.
+    """Which objectives each request missed, by its index; () when it met all. A failed request missed "failed".
 
     Requests without objectives are left out. So are those that were abandoned when the run was interrupted, or given up
     by their client, and might still have met theirs. An answer of one token, or that came in one chunk, meets any TPOT.

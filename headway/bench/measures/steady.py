@@ -33,7 +33,7 @@ _LONGEST_REQUEST = 0.25  # of the schedule, by the median
 
 @dataclass(frozen=True, slots=True)
 class _Trend:
-    """Of a straight line through a series, `per_s` in the series' unit."""
+    """A straight line through a series. `per_s` is its slope, in the series' unit per second."""
 
     per_s: float
     drift: float  # over the whole window, of the level
@@ -46,7 +46,7 @@ class _Trend:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """What is watched over the requests in the order in which they were due; NaN where a request has no such value."""
+    """A figure of each request, in the order in which they were due; NaN where a request has no such value."""
 
     name: str
     values: np.ndarray
@@ -226,7 +226,7 @@ def _start(run: _Run) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """What speaks against an equilibrium; an empty text when nothing does."""
+    """Evidence against an equilibrium. The text is empty when there is none."""
 
     text: str = ""
     certain: bool = False

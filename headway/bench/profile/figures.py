@@ -187,7 +187,7 @@ def roofline(result: ProfileResult) -> Figure:
 
 
 def _spots(achieved: Mapping[int, Achieved | None]) -> list[Spot]:
-    """By tokens of the prompt, in GFLOP/s."""
+    """A spot for each prompt length, named by its tokens, at its GFLOP/s."""
     return [
         Spot(f"{tokens:,}", each.intensity, each.flops / each.measured_ms / 1e6, MARKER_AREA)
         for tokens, each in achieved.items()

@@ -101,7 +101,7 @@ class ProfileResult:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the KV cache that the server made."""
+        """Bytes of the KV cache that the server allocated."""
         return self.startup.num_blocks * self.startup.block_size * self.model.kv_bytes_per_token
 
     @property
@@ -189,7 +189,7 @@ def profile_length(
     model: ProfiledModel,
     peaks: MachinePeaks,
 ) -> LengthProfile:
-    """Of the records of one prompt length."""
+    """Make the profile of one prompt length from the records of its requests."""
     done = [record for record in records if record.ok]
     failures: dict[str, int] = {}
     for record in records:

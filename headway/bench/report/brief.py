@@ -72,7 +72,7 @@ def _answered(result: RunResult, whole: Summary) -> str:
 
 
 def fleet_line(server: dict[str, Any]) -> Line | None:
-    """Of a simulation with several servers, or with failures; None elsewhere."""
+    """The line about the servers of a simulation that has several, or failures; None for other runs."""
     replicas, failures = server.get("replicas", 1), server.get("failures", [])
     if replicas == 1 and not any(failures):
         return None

@@ -65,7 +65,7 @@ class Reservoir:
 
 
 class LiveView(LoadListener):
-    """What the load generator tells, on a console.
+    """Shows the progress of a run on a console.
 
     Args:
         console: where to draw; standard error is the place for it. Where it is no terminal, a line every 10 s.

@@ -224,7 +224,7 @@ def _timeline_caption(result: RunResult) -> str:
 
 
 def _latency_caption(result: RunResult) -> str:
-    """Of the first token; of vectors and scores, which have none, of the whole answer."""
+    """The caption about TTFT, or about the latency of whole answers if they are vectors or scores."""
     ttft, _ = figures_time.first_latency(Latencies.of(result.records))
     if not len(ttft):
         return "No request was answered."

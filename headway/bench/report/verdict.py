@@ -89,7 +89,7 @@ def spoilt_figures(summaries: Sequence[Summary], shown: Sequence[float] = ()) ->
 
 
 def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Banner, ...]:
-    """Of several runs of one workload: which were client-bound, and up to what load the objectives held.
+    """Say which runs of a workload were client-bound, and up to what load the objectives held.
 
     A client only ever adds to latencies, so objectives that were met by its clock were met. Only a run in which the
     client was the limit and which missed them says nothing of the server.

@@ -191,7 +191,7 @@ class Ramp:
         return self._times(int(rng.poisson(self.mean_rate * duration_s)), duration_s, rng)
 
     def _times(self, count: int, duration_s: float, rng: np.random.Generator) -> Times:
-        # Of (0, 1], as the integral cannot be inverted at 0 for a ramp that starts there.
+        # Shares are in (0, 1], because the integral of a ramp that starts at 0 cannot be inverted there.
         shares = 1.0 - np.sort(rng.random(count))[::-1]
         return self.inverse(shares * self.mean_rate * duration_s, duration_s)
 

@@ -271,7 +271,7 @@ class _Writer:
 
     def requests(self, schedule: Schedule, progress: Progress | None) -> list[PlannedRequest]:
         total = sum(len(turns) for _, turns in schedule.conversations)
-        # To nanoseconds: what lies below depends on the machine's logarithm.
+        # Times are rounded to nanoseconds, because further digits depend on the machine's logarithm.
         times = np.round(schedule.times, 9).tolist()
         requests: list[PlannedRequest] = []
         told = 0

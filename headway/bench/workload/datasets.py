@@ -57,7 +57,7 @@ class Dataset(ABC):
 
     @property
     def mean_turns(self) -> float:
-        """Of a conversation."""
+        """The mean number of turns of a conversation."""
         return 1.0
 
     @abstractmethod
@@ -69,4 +69,4 @@ class Dataset(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """In a few words, for titles."""
+        """Describe the dataset in a few words, for titles."""

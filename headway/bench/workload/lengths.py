@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Distribution(Protocol):
-    """What lengths or times are drawn from."""
+    """A distribution of lengths or times."""
 
     @property
     def mean(self) -> float:
@@ -114,7 +114,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Normal):
-    """With a long tail. Mean and coefficient of variation are of the values themselves, not of their logarithms.
+    """A distribution with a long tail. Mean and coefficient of variation are of the values, not of their logarithms.
 
     sigma^2 = ln(1 + cv^2) and mu = ln(mean) - sigma^2 / 2; what falls outside the bounds is set to the bound.
     """
@@ -129,7 +129,7 @@ class LogNormal(Normal):
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Of times that know nothing of how long they have lasted; what falls outside the bounds is set to the bound."""
+    """The exponential distribution, which has no memory. Values outside the bounds are set to the bound."""
 
     mean: float
     minimum: float = 0.0

@@ -17,7 +17,7 @@ from headway.bench.workload.texts import Custom, ShareGPT
 from headway.bench.workload.traces import TraceRows, read_azure, read_burstgpt, read_mooncake
 
 DEFAULT_TURN_LEN = Uniform(50, 150)
-# Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
+# Fields that apply to every dataset. Each other field applies to the datasets whose `Kind` allows it.
 SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len", "cancel_share", "cancel_after_s"}
 
 

@@ -212,7 +212,7 @@ def _load(where: str, table: Mapping[str, Any], dataset_name: str) -> ClassLoad 
 
 
 def _named(where: str, make: Callable[[S], T], said: S) -> T:
-    """What is made of it; an error names where it was said."""
+    """Call `make` with what was said. An error names where it was said."""
     try:
         return make(said)
     except BenchError as error:
@@ -239,7 +239,7 @@ def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions
 def _of_type(where: str, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = table.get(key, default)
     wanted = int | float if kind is float else kind
-    # To Python true is the number 1.
+    # In Python, True is an int.
     if key in table and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):
         raise BenchError(f"{where}: {key} is {value!r}; {TYPE_NAMES[kind]} is expected")
     return value

@@ -35,7 +35,7 @@ class MadePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What a request has where nothing is generated: so many texts, and for rankings and scores a query."""
+    """What a request has if nothing is generated: `count` texts, and a query before them for rankings and scores."""
 
     count: int = 1
     query: bool = False

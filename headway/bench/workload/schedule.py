@@ -178,7 +178,7 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
 
 
 def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
-    """As many conversations as the arrival process gives a duration."""
+    """Draw as many conversations as the arrival process starts within the duration."""
     assert spec.arrival is not None
     _check_number(duration_s * (spec.arrival.mean_rate or 0.0))
     times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))

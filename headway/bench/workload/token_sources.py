@@ -81,7 +81,7 @@ def _is_word(text: str) -> bool:
 
 
 def _stable_words(tokenizer: Tokenizer, words: dict[int, str]) -> Alphabet | None:
-    """Of these words those that stay one token beside any other, or None when there are too few or no such thing."""
+    """The words that stay one token beside any other; None when there are too few."""
     ids = _that_come_back(tokenizer, words)
     if len(ids) < FEWEST_WORDS:
         return None
