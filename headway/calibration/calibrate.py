@@ -33,7 +33,7 @@ from headway.calibration.stopwatch import stopwatch_of
 from headway.calibration.store import CalibratedMachine, check_name
 from headway.cost.hardware import Hardware
 
-# What is happening, and how much of all there is to do is done, 0 to 1.
+# It is called with what is happening, and the share of all work that is done, 0 to 1.
 Listener = Callable[[str, float], None]
 
 LEAST_S = 5e-3  # of a run: the engine's threads, asleep before it, are awake for most of it, as in a step
@@ -164,7 +164,7 @@ def _cases(hardware: Hardware, peaks: MachinePeaks, effort: Effort) -> Iterator[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """As in the engine's own process, where what was loaded is kept out of it."""
+    """Keep the garbage collector from running, as the engine's process keeps it off what it has loaded."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Measuring a device: streaming reads, matrix products, and what a call costs.
+"""Measures a device: streaming reads, matrix products, and the cost of a call.
 
 Streaming reads are timed with what reads fastest here: on a CPU the engine's own linear layer with one token, which
 streams weights through all threads as decoding does, or torch's sum, whichever is faster. Products are timed with
@@ -43,7 +43,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 
 class CalibrationError(ValueError):
-    """It can't be measured as asked; one line that says what to change."""
+    """The machine can't be measured as asked; one line says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

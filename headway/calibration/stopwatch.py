@@ -50,7 +50,7 @@ class CudaStopwatch:
 
 
 def stopwatch_of(device: str) -> Stopwatch:
-    """Of cpu or cuda."""
+    """The stopwatch of a device, "cpu" or "cuda"."""
     return CudaStopwatch() if device == "cuda" else HostStopwatch()
 
 
