@@ -24,7 +24,7 @@ def config_folder() -> Path:
 
 
 def _of_user(variable: str, name: str) -> Path:
-    """By the XDG Base Directory Specification, where a relative path counts as none."""
+    """A folder of the user by the XDG Base Directory Specification, in which a relative path counts as none."""
     base = Path(os.environ.get(variable, ""))
     if not base.is_absolute():
         try:

@@ -25,7 +25,7 @@ def key_digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What comes with an API key.
+    """What an API key gives access to.
 
     Args:
         default: class of requests that name none; empty for the table's.
@@ -42,7 +42,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class TenantFile:
-    """What the file says.
+    """The contents of a file of tenants.
 
     Args:
         keys: by the SHA-256 of each key.
@@ -113,7 +113,7 @@ def read_tenant_file(path: str) -> TenantFile:
 
 
 def parse_tenant_file(path: str, text: str) -> TenantFile:
-    """As read_tenant_file(), of a text."""
+    """Check a text like read_tenant_file() checks a file; `path` names it in errors."""
 
     def make(content: Mapping[str, Any]) -> TenantFile:
         table = tenants_of(content)

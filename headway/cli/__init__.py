@@ -70,7 +70,7 @@ def _root(
     pass
 
 
-# What a value must be, by the type of pydantic's error.
+# The words for what a value must be, by the type of pydantic's error.
 _MUST_BE = {
     "int_parsing": "it must be a whole number",
     "float_parsing": "it must be a number",
@@ -94,7 +94,7 @@ def _of_value(error: Any) -> str | None:
 
 
 def _in_our_words(error: Any, message: str) -> str:
-    """What a usage error says; of an unknown option, what it is called here."""
+    """Say a usage error in our words. For an unknown option, this names what it is called here."""
     if said := _of_value(error):
         return said
     if message == "Missing option '--hardware'.":
@@ -126,7 +126,7 @@ def main() -> NoReturn:
         print(f"headway: {error}", file=sys.stderr)
         code = 2
     except Exception as error:
-        # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
+        # Typer's usage errors format themselves in one line. Their class is private to Typer.
         say = getattr(error, "format_message", None)
         if say is None:
             raise

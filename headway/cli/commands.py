@@ -1,4 +1,4 @@
-"""Commands out of dataclasses: each field with a `Flag` is a flag, and a key of the file that --config names."""
+"""Makes commands of dataclasses. Each field with a `Flag` is a flag, and a key of the file that --config names."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _named(hints: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _key(option: str) -> str:
-    """Name of an option among values."""
+    """The key of an option among the values of a command."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -160,7 +160,7 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
 
 
 def _typed(hint: Any, flag: Flag) -> Any:
-    """What Typer is to read, before `parse`."""
+    """The type of the value that Typer reads, before `parse` is applied to it."""
     if flag.repeated:
         return list[str] | None
     if flag.choices:
@@ -223,7 +223,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
 
 
 def _text(value: Any) -> Any:
-    """As on the command line, where all but truth values are texts."""
+    """A value as the command line would give it: all but truth values are texts."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

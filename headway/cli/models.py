@@ -56,7 +56,7 @@ def _on_this_machine() -> list[tuple[str, str]]:
 
 
 def _downloaded() -> list[tuple[str, str]]:
-    """Of the Hugging Face cache, those with weights; each says whether Headway can serve it."""
+    """Models with weights in the Hugging Face cache, and for each whether Headway can serve it."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
