@@ -22,7 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 # Each step of a template costs one at least, which is a microsecond or two.
 BUDGET = 8192
-# Of a string or list, for one: so much is made in a fraction of a microsecond.
+# Characters of a string, or items of a list, that cost one. They are made in a fraction of a microsecond.
 SIZE_OF_ONE = 512
 # Operators within a loop that cost one together; most are in branches that are not taken.
 NODES_OF_ONE = 16
@@ -241,7 +241,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
         return self._sized(super().call_binop(context, operator, left, right))
 
     def _few(self, values: Any, price: int) -> Any:
-        """What a loop goes through, all its turns paid for."""
+        """The values that a loop goes through, after all its turns are paid for."""
         if not hasattr(values, "__len__"):
             values = list(islice(values, self.left + 1))
         self.pay(1 + price * len(values))
@@ -275,7 +275,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
         return self._sized(self._dumps(value, *args, **kwargs))
 
     def _pay_for_all(self, value: Any, depth: int) -> None:
-        """Of what is written with its parts, each as often as it comes, and each line with its indentation."""
+        """Pay for a value that is written as JSON: for each part as often as it occurs, and for indentation."""
         self.pay(1 + depth // 8)
         if isinstance(value, str):
             self.pay(len(value) // SIZE_OF_ONE)

@@ -29,7 +29,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# What comes before a model and drops nothing of a text.
+# Pre-tokenizers that drop nothing of a text.
 _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts")
 BYTE_OF = _byte_level_alphabet()
 
@@ -149,7 +149,7 @@ class Tokenizer:
         return next(self.encode_all([text], add_special_tokens))
 
     def encode_here(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As encode(), in the calling thread: not behind what the library's threads have to do."""
+        """Encode in the calling thread, so that it does not wait for what the library's threads have to do."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._with_stated_bos(text, ids) if add_special_tokens else ids
 
@@ -261,7 +261,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """As config.json says; of the part that reads text, where the model has others."""
+    """The size of the vocabulary by config.json; that of the part that reads text, if the model has others."""
     stated = read_json(folder / "config.json", required=False)
     text = stated.get("text_config")
     for part in (text if isinstance(text, dict) else {}, stated):
