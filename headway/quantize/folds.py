@@ -26,14 +26,14 @@ class Feeder:
     times: int
 
     def alike(self, inputs: Tensor) -> Tensor:
-        """The same for all inputs that come from one row: the mean."""
+        """Replace the numbers of all inputs that come from one row by their mean."""
         if self.times == 1:
             return inputs
         grouped = inputs.view(self.heads, self.times, -1)
         return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Of numbers that are alike, those of the rows."""
+        """The numbers of the rows, from those of the inputs, which are equal for each row."""
         return inputs.view(self.heads, self.times, -1)[:, 0].reshape(-1)
 
 
@@ -73,7 +73,7 @@ class Folds:
                 self._feeds[down] = gated[-1]
 
     def feeder(self, names: tuple[str, ...], shapes: Shapes) -> Feeder | None:
-        """Of a layer with these names."""
+        """The rows that feed the layer with these names; None where no scale can be moved to any."""
         if len(names) > 1:
             return None
         if (up := self._feeds.get(names[0])) is not None:

@@ -44,7 +44,7 @@ class Rounded:
 
 
 def _each(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
-    """What groups share, for each of their inputs."""
+    """Repeat the numbers of groups for each of their inputs; 0.0 for none."""
     if of_groups is None:
         return 0.0
     return of_groups.float().repeat_interleave(like.shape[1] // of_groups.shape[1], 1)
@@ -81,7 +81,7 @@ class Grid:
         return scales, (low - least / scales).round().clamp(low, high)
 
     def _stored(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """As they will be read, and such that one can divide by them."""
+        """Scales as they will be read from the checkpoint. None is 0, so that one can divide by them."""
         if self._scheme.format == "mxfp4-pack-quantized":  # powers of two; the largest weights become at least 3.5
             return torch.exp2(torch.floor(torch.log2(scales.clamp(min=2.0**-120) * 6 * 8 / 7)) - 2)
         if self._of_all is not None:
@@ -89,7 +89,7 @@ class Grid:
         return scales.clamp(min=torch.finfo(torch.float16).tiny).to(dtype).float()
 
     def codes(self, weight: Tensor, column: int | None = None) -> Tensor:
-        """The nearest of a matrix, or of one column [out], as float32."""
+        """The nearest codes of a matrix, or of one column [out], as float32."""
         scales, zeros = self._for(weight, column)
         codes = weight / scales + zeros
         low, high = self._scheme.limits
@@ -98,7 +98,7 @@ class Grid:
         return codes.round().clamp(low, high)
 
     def dense(self, weight: Tensor, column: int | None = None) -> Tensor:
-        """The same as the numbers that it stands for."""
+        """The numbers that these codes stand for."""
         scales, zeros = self._for(weight, column)
         return (self.codes(weight, column) - zeros) * scales
 
@@ -110,7 +110,7 @@ class Grid:
         return self.scales.repeat_interleave(wide, 1), self.zeros.repeat_interleave(wide, 1)
 
     def rounded(self, codes: Tensor, dtype: torch.dtype) -> Rounded:
-        """Of codes as they are stored."""
+        """Codes, scales and zero points in the types in which they are stored."""
         if self._scheme.floats and self._scheme.bits == 4:
             return Rounded(codes, self.scales, None, self._of_all)
         stored = codes.to(torch.float8_e4m3fn if self._scheme.floats else torch.int8)
@@ -118,9 +118,10 @@ class Grid:
 
 
 def _in_steps(grouped: Tensor, sizes: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Of all multiples of a row's unit the scale that loses least in the square, for each group; and zero points.
+    """Scales [out, groups], and zero points of 0.
 
-    The unit has so few bits that float16 and bfloat16 hold its multiples as they are.
+    A scale is the multiple of its row's unit that errs least in the square. The unit has so few bits that float16 and
+    bfloat16 hold its multiples exactly.
     """
     largest = grouped.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float16).tiny * high * MOST_STEPS)
     fraction, exponent = torch.frexp(largest / ((high - low) / 2 * MOST_STEPS))
@@ -147,7 +148,7 @@ def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Rounded:
 
 
 def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, act_order: bool) -> Rounded:
-    """Column by column, each column's error made up for by those that follow (Frantar et al., 2022).
+    """Round column by column, and let the columns that follow make up for the error of each (Frantar et al., 2022).
 
     Args:
         act_order: the inputs of the largest moments first. Groups stay as they are.
@@ -192,12 +193,12 @@ def _inverse_factor(moments: Tensor) -> Tensor | None:
 def awq_scales(
     weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, alike: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What to multiply the weights of each input with before they are rounded: more where inputs are large.
+    """Factors for the weights of each input before they are rounded, larger where inputs are large.
 
-    Powers of the inputs' size, of which that one is taken whose products err least (Lin et al., 2023).
+    They are a power of the inputs' size, with the exponent whose products err least (Lin et al., 2023).
 
     Args:
-        alike: makes those numbers of inputs equal that must have one scale.
+        alike: makes numbers of inputs equal that must have the same scale.
     """
     some = weight[:: -(-len(weight) // _MOST_ROWS)]
     sizes = alike(moments.diagonal()).sqrt()

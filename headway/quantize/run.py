@@ -196,10 +196,10 @@ class _Quantizer:
         self._finish()
 
     def _exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
-        """Quantise the matrix of a linear layer, which has inputs x [T, in]; what it now multiplies with.
+        """Quantise the matrix of a linear layer with inputs x [T, in], and return the matrix that takes its place.
 
         Args:
-            x: None where the inputs are not looked at, or there are none.
+            x: None if the inputs are not looked at, or if there are none.
         """
         linear.exchange = None
         names = linear.names
@@ -237,7 +237,7 @@ class _Quantizer:
         return nearest(weight * scales, self._scheme, self._dtype)
 
     def _input_scales(self, names: tuple[str, ...], weight: Tensor, moments: Tensor | None) -> Tensor:
-        """What the weights of each input are multiplied with; what makes the inputs has been changed to match."""
+        """Factors for the weights of each input. The layer or norm that makes the inputs is changed to match."""
         plain = torch.ones(weight.shape[1])
         if self._folds is None:
             return plain

@@ -44,7 +44,7 @@ class Scheme:
 
     @property
     def strategy(self) -> str:
-        """What has a scale, in compressed-tensors' words."""
+        """The name that compressed-tensors has for what shares a scale."""
         if self.format == "nvfp4-pack-quantized":
             return "tensor_group"
         return "channel" if self.group_size is None else "group"
@@ -80,10 +80,10 @@ class Recipe:
 
     @classmethod
     def of(cls, name: str, method: str, group_size: int | None, act_order: bool = True) -> Recipe:
-        """By the name of a scheme, with groups of another size.
+        """Make a recipe from the name of a scheme, perhaps with groups of another size.
 
         Raises:
-            ValueError: it has no groups; or as above.
+            ValueError: the scheme has no groups, or the method does not fit it.
         """
         scheme = SCHEMES[name]
         if group_size is not None and (scheme.group_size is None or scheme.floats):

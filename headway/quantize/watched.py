@@ -40,7 +40,7 @@ class NamedWeights:
         self._checkpoint.copy_into(name, out)
 
     def packed(self, layer: str, dtype: torch.dtype) -> None:
-        """None is packed."""
+        """Note the layer and return None: its matrix is not packed."""
         self._names.append(layer)
 
 
@@ -62,7 +62,7 @@ class WatchedLinear:
 
     @property
     def matrix(self) -> Tensor:
-        """[out, in], in the order of rows that the decoder wants."""
+        """The matrix [out, in], in the order of rows that the decoder wants."""
         return torch.cat(self.weight.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
