@@ -30,7 +30,7 @@ class Spot:
 
     @property
     def radius(self) -> float:
-        """Of its marker, in inches."""
+        """The radius of the marker, in inches."""
         return math.sqrt(self.area) / 2 / 72
 
 
@@ -67,7 +67,7 @@ def name_spots(
     limits = axes.get_xlim(), axes.get_ylim()
 
     def place(spot: Spot) -> tuple[float, float]:
-        """In inches."""
+        """The place of a spot, in inches."""
         x, y = (
             length * math.log(value / low) / math.log(high / low)
             for value, (low, high), length in zip((spot.x, spot.y), limits, size, strict=True)

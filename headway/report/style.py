@@ -264,14 +264,14 @@ def stacked_bars(
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Of horizontal bars, the first on top."""
+    """Name the rows of horizontal bars, with the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
 
 
 def beside(axes: Axes, x: float, row: int, text: str) -> None:
-    """A text at the end of a horizontal bar."""
+    """Write a text at the end of a horizontal bar."""
     axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
@@ -283,7 +283,7 @@ def nothing_to_show(axes: Axes, why: str) -> None:
 
 
 def _lay_out(figure: Figure) -> None:
-    """Once for all forms that a figure is saved in: it takes longer than drawing."""
+    """Lay a figure out once for all forms in which it is saved, because that takes longer than drawing."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine(None)

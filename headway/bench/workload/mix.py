@@ -239,7 +239,7 @@ def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions
 def _of_type(where: str, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = table.get(key, default)
     wanted = int | float if kind is float else kind
-    # In Python, True is an int.
+    # Python counts True as an int.
     if key in table and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):
         raise BenchError(f"{where}: {key} is {value!r}; {TYPE_NAMES[kind]} is expected")
     return value
