@@ -92,9 +92,9 @@ def _drop_unused(base: Path) -> None:
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process that asks for the same lock file is, nor another thread of this one.
+    """Keep other processes that ask for the same lock file, and other threads of this one, out of the block.
 
-    A lock that cannot be had, as its folder cannot be written or its file system has none, keeps nobody out.
+    If there can be no lock, because its folder cannot be written or its file system has none, nobody is kept out.
     """
     with _compiling, contextlib.ExitStack() as stack:
         if lock not in _held:
@@ -118,7 +118,7 @@ def is_being_compiled(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def sources() -> str:
-    """A digest of all that compiled code comes from. Its name alone makes the code of other sources useless."""
+    """A digest of all that compiled code is made of. File names have it, so that changed sources find no old code."""
     folder = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in (*sorted(folder.glob("cpu*.py")), folder / "interface.py"))
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]

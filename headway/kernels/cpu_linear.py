@@ -65,12 +65,12 @@ _BLOCK_WORDS = 512
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_MORE: tuple[int, ...] = (0,) * 7
-# What depends on the ways that a process takes, or on its memory.
+# Attributes that depend on the ways that a process takes, or on its memory.
 _OF_A_PROCESS = ("_code", "_tiles", "_x_stride")
 
 
 def kind_of(scheme: str, dtype: torch.dtype) -> Any:
-    """Of the weights that --quantization makes, or that most checkpoints in this scheme have."""
+    """The kind of the weights that --quantization makes, or that most checkpoints in this scheme have."""
     return {**_GROUPED, **_QUANTISED}.get(scheme, KINDS[dtype])
 
 
@@ -258,7 +258,7 @@ class PackedLinear:
         return out
 
     def _arguments(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
-        """Of product_job."""
+        """The arguments of product_job."""
         block, more = self._block, _NO_MORE
         if self._groups is not None:
             more = self._groups.arguments()[1:]
@@ -301,12 +301,12 @@ class PackedLinear:
 
 
 def _numbers(gate: Gate) -> Tensor:
-    """As the jobs read them."""
+    """The numbers of a gate, in the order in which jobs read them."""
     return torch.tensor([gate.slope, gate.cubic, gate.limit, gate.shift])
 
 
 def _orders(orders: list[Tensor | None], inputs: int) -> Tensor | None:
-    """Those of all experts, one after the other; None where none has one."""
+    """The orders of inputs of all experts, one after the other; None if no expert has one."""
     if all(order is None for order in orders):
         return None
     own = torch.arange(inputs, dtype=torch.int32)

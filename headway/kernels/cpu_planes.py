@@ -67,7 +67,7 @@ def _has_nibbles(kind: Any) -> bool:
 
 @compiled()
 def plane_bytes(inputs):
-    """Of a plane of so many inputs: whole lines."""
+    """The bytes of a plane of so many inputs, in whole lines."""
     return (inputs + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
 
 

@@ -342,7 +342,7 @@ def _mix(state):
 
 @compiled()
 def _uniform(stream, position):
-    """As headway/engine/draws.py has it."""
+    """The uniform number of a stream at a position, by the definition in headway/engine/draws.py."""
     return np.float64(_mix(np.uint64(stream) + np.uint64(position + 1) * _GOLDEN) >> np.uint64(12)) * 2.0**-52
 
 

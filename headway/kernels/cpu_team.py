@@ -243,7 +243,7 @@ class Program:
 
 
 class _Door:
-    """Behind it a helper sleeps."""
+    """What wakes a helper, and whether it sleeps."""
 
     def __init__(self) -> None:
         self.wanted = threading.Event()

@@ -19,8 +19,8 @@ from headway.kernels.weights import E2M1, NF4, Groups, Product, Weight
 # Inputs of a chunk at most: float32 is multiplied from registers, of which a program has few.
 _MOST_INPUTS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 _LEAST_LANES = 16  # that tl.dot takes
-# Of int4: inputs of a group, its largest number before it is rounded, and the largest factor of its scale; of scales
-# between these fractions of the one that keeps the largest weight, at most so many, the one that loses least.
+# For int4: inputs of a group, its largest number before it is rounded, the largest factor of its scale; the fractions
+# of the scale that keeps the largest weight between which scales are tried, and how many at most.
 INT4_GROUP, _LARGEST_INT4, _LARGEST_FACTOR, _FRACTIONS, _CANDIDATES = 32, 7.5, 16, (0.65, 1.1), 9
 _ROUNDED_ROWS = 4096  # at a time
 _ALL = 1 << 30  # chunks of a group that has all inputs
@@ -231,7 +231,7 @@ def _spans(groups: Groups | None, inputs: int, chunk: int) -> tuple[int, int]:
 
 
 def _beside(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor | None]:
-    """What packed matrices have beside their numbers, with their rows in this order."""
+    """The tensors that packed matrices have beside their numbers, with rows in this order."""
     none = dict.fromkeys(("scales", "factors", "minima", "offsets", "order"))
     if not found:
         return none
@@ -265,7 +265,7 @@ def _chunks(values: Tensor, form: str, chunk: int, rows: Tensor) -> Tensor:
 
 
 def _narrowed(floats: Tensor) -> Tensor:
-    """In half precision, if all of them are the same there."""
+    """The numbers in half precision if they are all exact there; else as they are."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(floats.to(dtype).float(), floats):
             return floats.to(dtype).contiguous()

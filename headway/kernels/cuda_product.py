@@ -31,7 +31,7 @@ _LANES_AT_ONCE = 64  # that a program reads before it goes on
 
 @triton.jit
 def _numbers(stored, table, HIGH: tl.constexpr, FORMAT: tl.constexpr):
-    """What a chunk's stored numbers are, exactly: plain ones as they are, others as float32."""
+    """The exact values of a chunk's stored numbers: plain ones as they are, others as float32."""
     if FORMAT == "plain":
         numbers = stored
     elif FORMAT == "int8":
@@ -55,7 +55,7 @@ def _numbers(stored, table, HIGH: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _of_step(numbers, matrix, step, steps, lane, col, outputs, LANES: tl.constexpr):
-    """What is stored of a step, [LANES, COLS]."""
+    """The stored numbers of a step, [LANES, COLS]."""
     at = numbers + ((matrix * steps + step) * LANES + lane)[:, None] * outputs + col[None, :]
     return tl.load(at, mask=((col < outputs) & (step < steps))[None, :], other=0)
 

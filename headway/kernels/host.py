@@ -30,6 +30,6 @@ def one_thread() -> Iterator[None]:
 
 
 def to_device(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Of the same shape and dtype. The copy to a GPU is not waited for; on a CPU it is the array's own memory."""
+    """A tensor of the same shape and dtype. On a CPU it shares the array's memory; no copy to a GPU is waited for."""
     host = torch.from_numpy(numbers)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -355,7 +355,7 @@ class ReferenceKernels(TorchKernels):
 
 
 def _choice(logits: Tensor, scores: Scores) -> Tensor:
-    """By what experts are chosen, [T, E]."""
+    """The scores by which experts are chosen, [T, E]."""
     choice = logits.sigmoid() if scores.sigmoid else logits
     if scores.bias is not None:
         choice = (choice if scores.sigmoid else logits.softmax(1)) + scores.bias
