@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to the weights of a decoder, each laid out by the kernels of a device."""
+"""Makes the weights of a decoder from the tensors of a checkpoint. The kernels of a device lay each out."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Assembler:
         return LayerEnd(self._kernels, scalar, gate, projection, norm, self._config.rms_norm_eps)
 
     def _table(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Rows of a matrix that is nothing else."""
+        """A function that takes rows of a matrix which is used for nothing else."""
         packed = self._packed(name)
         if packed is None:
             return partial(self._kernels.take, self._stack(f"{name}.weight"))
@@ -180,7 +180,7 @@ class Assembler:
         )
 
     def _of_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
-        """Latents to keys, the other way round, and to values; what is packed by rows of outputs is made plain."""
+        """The matrices that make keys and values of latents, that of keys transposed. Packed ones are made plain."""
         if self._config.by_heads:
             each = [[self._weight(f"{attention}.heads.{n}.{x}_b_proj") for n in range(heads)] for x in "kv"]
             with self._clock.measure("layout"):
@@ -210,7 +210,7 @@ class Assembler:
         (mixed, rest), block = recurrent_names(self._config, index), f"model.layers.{index}.linear_attn"
         groups, each = state.key_heads, state.heads // state.key_heads
         sizes = (state.key_dim, state.key_dim, each * state.value_dim, each * state.value_dim)
-        # In one tensor the rows of each key head are together.
+        # If there is one tensor, the rows of each key head are together in it.
         projection, heads_projection = (
             self._linear(*names) if len(names) > 1 else self._rows_of(grouped_rows(groups, *rows), *names)
             for names, rows in ((mixed, sizes), (rest, (each, each)))
@@ -230,7 +230,7 @@ class Assembler:
         return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def _taps(self, name: str) -> Tensor:
-        """What a convolution multiplies with, [width, channels]."""
+        """The taps of a convolution, [width, channels]."""
         return self._stack(f"{name}.weight", dtype=torch.float32).squeeze(1).T.contiguous()
 
     def _norm(self, name: str, factor: float = 1.0) -> Tensor:
@@ -310,7 +310,7 @@ class Assembler:
         return DenseMLP(self._gated(*gated), self._linear(down, factor=factor))
 
     def _matrices(self, name: str, factors: Sequence[float] | None = None) -> Iterator[Product]:
-        """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]; with factors of products."""
+        """The matrices of a layer's experts, which one tensor [E, out, in] holds; with factors of their products."""
         scheme = scheme_of(name, self._quantization, None)
         if self._config.traits.inputs_first:
             yield from ((Weight(matrix.T.contiguous(), scheme), None) for matrix in self._stack(name))

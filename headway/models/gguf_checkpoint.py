@@ -1,4 +1,4 @@
-"""Weights from GGUF files: tensors that are plain as they lie, packed ones as numbers in groups."""
+"""Reads weights from GGUF files: plain tensors as they are, packed ones as numbers in groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.models.gguf_config import gguf_files
 from headway.models.gguf_names import as_stored, family_of, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
-# Of experts whose gates and what these let through are one tensor, the gates first.
+# The halves of a tensor that holds the gate rows of experts and then their up rows.
 _HALVES = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

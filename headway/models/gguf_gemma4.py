@@ -1,4 +1,4 @@
-"""What a GGUF file says of Gemma 4, whose layers are not alike, as keys of config.json. No torch."""
+"""Reads the keys of config.json for Gemma 4, whose layers are not alike, from a GGUF file. No torch."""
 
 from __future__ import annotations
 

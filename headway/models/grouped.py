@@ -1,4 +1,4 @@
-"""Matrices that are packed in groups, brought together: parts of a fused product may be packed in different ways."""
+"""Stacks matrices that are packed in groups: parts of a fused product may be packed in different ways."""
 
 from __future__ import annotations
 

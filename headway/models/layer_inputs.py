@@ -13,7 +13,7 @@ from headway.kernels.weights import GELU_TANH
 
 @dataclass(slots=True)
 class LayerInputs:
-    """What layers get of a token beside the residual stream.
+    """The input that layers get of a token beside the residual stream.
 
     Args:
         table: rows of a second embedding, [T] int64 -> [T, layers * width].

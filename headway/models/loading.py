@@ -1,4 +1,4 @@
-"""From a model's name to a decoder on a device."""
+"""Loads the decoder of a model's name onto a device."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, INT4_GROUP,
 
 # AWQ's order of the eight numbers in a word.
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
-# Of a group with its own activation scale, the most inputs; and those whose products surely fit into an int32.
+# Sizes of a group with its own activation scale; and the most inputs whose products surely fit into an int32.
 _SIZES, _MOST_INPUTS = (128, 64, 32, 16, 8), 512
 
 _THIRDS = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
@@ -113,7 +113,7 @@ def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], d
 
 
 def _of_bytes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
-    """Of bytes [out, in / 2] of e2m1, and a scale for each group of inputs."""
+    """The matrix of bytes [out, in / 2] of e2m1, with a scale for each group of inputs."""
     return _scaled(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1), scales, "float4-weight-only", dtype)
 
 
@@ -124,7 +124,7 @@ def _scaled(values: Tensor, scales: Tensor, scheme: str, dtype: torch.dtype) -> 
 
 
 class _State(msgspec.Struct):
-    """What bitsandbytes says of a matrix, as JSON."""
+    """The JSON in which bitsandbytes describes a matrix."""
 
     shape: tuple[int, int]
     blocksize: int
