@@ -1,4 +1,4 @@
-"""Those who send a workload to a simulated server, by the rules of the load generator, and what they see."""
+"""Clients that send a workload to a simulated server, by the rules of the load generator, and record what they see."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Clients:
         self._waiting: deque[_Due] = deque()
 
     def arrivals(self) -> Iterator[Arrival]:
-        """What is sent whatever the server does."""
+        """Requests that are sent whatever the server does."""
         for loop in self._loops:
             for _ in range(min(loop.users, len(self._firsts))):
                 yield from self._next_conversation(loop, BEGAN_NS)
@@ -118,7 +118,7 @@ class Clients:
         return True
 
     def after(self, answers: list[Answer]) -> list[Arrival]:
-        """What is sent because a request has ended."""
+        """Requests that are sent because a request has ended."""
         due = self._due.pop(answers[0].request_id)
         self._under_way -= 1
         _fill(due.record, answers, due.arrival.cancel_ns)
@@ -204,7 +204,7 @@ class Clients:
         return [coming]
 
     def _give_up(self, turns: list[PlannedRequest], before: RequestRecord) -> None:
-        """These turns of a conversation, and all after them."""
+        """Give up these turns of a conversation, and all after them."""
         kind = FailureKind.CANCELLED if before.cancelled else FailureKind.ABANDONED
         for turn in turns:
             record = RequestRecord.of(turn, before.end_ns)
@@ -215,7 +215,7 @@ class Clients:
 
 
 def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -> None:
-    """What a client sees of a request that has ended; nothing after it has gone away."""
+    """Record what a client sees of a request that has ended; nothing that comes after the client has gone."""
     last = max(answers, key=lambda answer: answer.ended_ns)
     first = answers[0]
     tokens = first.token_ns if len(answers) == 1 else array("q", sorted(chain(*(each.token_ns for each in answers))))

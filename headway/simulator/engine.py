@@ -24,13 +24,13 @@ IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a server does beside its steps, in nanoseconds.
+    """The nanoseconds that a server takes beside its steps.
 
     Args:
-        request_ns: of a request until the engine has it, tokenizing apart.
-        token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
-        message_ns: of a message that the engine takes up between two steps.
-        output_ns: of each sequence that runs when a request comes: what a step draws is sent one token after the other,
+        request_ns: for a request until the engine has it, without tokenizing.
+        token_ns: for tokenizing a token of a prompt. Prompts are tokenized one after the other.
+        message_ns: for a message that the engine takes up between two steps.
+        output_ns: for each sequence that runs when a request comes: the tokens of a step are sent one after the other,
             and requests are taken up in between.
     """
 
@@ -71,18 +71,18 @@ class Engine(ABC):
 
     @abstractmethod
     def _next_ns(self) -> int:
-        """When something comes next, as far as it is known; NEVER where nothing is."""
+        """The time when something comes next, as far as it is known; NEVER if nothing is known to come."""
 
     @abstractmethod
     def _ended(self, present: Present, choices: int, now: int) -> None:
-        """So many choices of a request have ended."""
+        """Count choices of a request that have ended."""
 
     @abstractmethod
     def _give_up(self, present: Present, now: int) -> None:
-        """No engine has a request any more."""
+        """Note that no engine has the request any more."""
 
     def life(self) -> Generator[int, int, None]:
-        """What the engine does, for ever. Raises Stuck.
+        """Run the engine for ever. Raises Stuck.
 
         Yields:
             The time up to which all that comes must have come before it goes on: NEVER when it has nothing to do. It is
@@ -193,7 +193,7 @@ class Engine(ABC):
         return choice.of.arrival.answer, left if left > 0 else 0, EOS
 
     def _decode(self) -> Generator[int, int, bool]:
-        """Steps that need no plan.
+        """Take steps that need no plan.
 
         Returns:
             False when the next step needs one; True when something has come, or nothing is left to do.
@@ -229,7 +229,7 @@ class Engine(ABC):
                     self._drawn[choice.sequence.seq_id] = [EOS]
 
     def _wait(self, until: int) -> Generator[int, int, None]:
-        """Nothing could run: until then, or until something comes for the engine.
+        """Wait because nothing could run, until that time or until something comes for the engine.
 
         Args:
             until: 0 where the scheduler does not say.

@@ -51,11 +51,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What it takes to send keys and values from a server to another, one request after the other.
+    """The cost of sending keys and values from a server to another, one request after the other.
 
     Args:
-        token_bytes: of a token's, by each device; devices send beside each other.
-        bytes_per_s: of a device.
+        token_bytes: bytes that each device sends for a token; devices send at the same time.
+        bytes_per_s: the rate of a device.
     """
 
     token_bytes: float = 0.0
@@ -63,7 +63,7 @@ class Handover:
     latency_s: float = 0.0
 
     def ns(self, tokens: int) -> int:
-        """Of so many tokens."""
+        """Nanoseconds until so many tokens are sent."""
         return round(1e9 * (self.latency_s + tokens * self.token_bytes / self.bytes_per_s))
 
 
@@ -98,7 +98,7 @@ class Replica:
     sends_until_ns: int = 0
 
     def lasted_ns(self, began_ns: int, ended_ns: int) -> int:
-        """Of a run, how long it was there: a server that has left until its last request had ended."""
+        """How long this server was there in a run. One that has left was there until its last request had ended."""
         until = ended_ns
         if self.left_ns < NEVER:
             until = max(self.left_ns, self.server.now if self.routed else 0)
@@ -179,7 +179,7 @@ class Fleet:
         return max([replica.server.now for replica in self.replicas if replica.routed], default=0)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Until nothing is left to do.
+        """Run until nothing is left to do.
 
         Args:
             arrivals: in order of time; each is asked for when the one before comes.
@@ -269,7 +269,7 @@ class Fleet:
             self._go_on(chosen, now)
 
     def _refuse(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
-        """There is no server that could take it."""
+        """Refuse a request, because there is no server that could take it."""
         request = arrival.request
         if not answers:
             prompt_len = len(request.prompt_token_ids)
@@ -312,7 +312,7 @@ class Fleet:
             self.answers += answers
 
     def _tell(self, answers: list[Answer], role: str) -> None:
-        """Have a client know of the answers to its request."""
+        """Tell a client the answers to its request."""
         if role == PREFILL:  # it has ended before its answers were begun
             first = answers[0]
             _, known = self._halfway.pop(first.request_id)

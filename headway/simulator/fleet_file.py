@@ -23,7 +23,7 @@ MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
 
 @dataclass(frozen=True, slots=True)
 class FleetFile:
-    """What the file says.
+    """The contents of a file of a fleet.
 
     Args:
         failures: in order of time: replica, when, and for how long it is down, in seconds.
@@ -42,7 +42,7 @@ class FleetFile:
         return sum(kind.count for kind in self.kinds)
 
     def failures_of(self, began_ns: int, startup_s: float, seed: int) -> Iterator[Failure]:
-        """Of a run, in order of time; without end where there are random ones."""
+        """The failures in a run, in order of time. They do not end if there are random ones."""
         said = iter(self.failures)
         drawn = [self._random(replica, seed) for replica in range(self.count)] if self.every_s is not None else []
         for at_s, replica, down_s in heapq.merge(((at, number, down) for number, at, down in said), *drawn):

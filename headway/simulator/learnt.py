@@ -20,7 +20,7 @@ SPELL = 20  # steps that are held up alike, in the mean
 
 
 class TooFewSteps(ValueError):
-    """There is too little to learn from."""
+    """There are too few steps to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Learnt:
 
 
 def teach(step_time: StepTimeModel, steps: list[RecordedStep]) -> None:
-    """Let a scheduler's own model of steps know what it knew in the engine that recorded them."""
+    """Give a scheduler's own step-time model what it knew in the engine that recorded the steps."""
     for step in steps:
         step_time.observe(step.work, step.forward_ns)
 

@@ -1,4 +1,4 @@
-"""What the steps of a simulation did, a column for each figure."""
+"""A log of the steps of a simulation, with a column for each figure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica
 from headway.simulator.timing import OfReceivedPrompts
 
-# What servers of several kinds are compared by: a part of a prompt, and a batch that decodes.
+# Servers of several kinds are compared by their time for a part of a prompt, and for a batch that decodes.
 _PROMPT, _BATCH = Chunk(2048), Chunk(1, 1024, 1, 64)
 
 Deploy = Callable[[ServerOptions, SchedulingOptions], Deployed]
@@ -65,7 +65,7 @@ class Member:
     make: Callable[[], Deployed]
 
     def replica(self) -> Replica:
-        """It, as a part of the fleet."""
+        """Make this server as a part of the fleet."""
         made = self.deployed
         timing = OfReceivedPrompts(made.timing) if self.kind.role == DECODE else made.timing
 
@@ -103,7 +103,7 @@ def members(
 
 
 def _speed(deployed: Deployed, role: str) -> float:
-    """What a server does in a second, of prompts or of decodes."""
+    """Tokens a second of a server, of prompts or of decodes."""
     assert deployed.deployment is not None
     chunk = _PROMPT if role == PREFILL else _BATCH
     return chunk.tokens * chunk.sequences / deployed.deployment.step((chunk,)).seconds
@@ -119,7 +119,7 @@ def about_kinds(servers: Sequence[Member]) -> list[dict[str, Any]]:
 
 
 def named(servers: Sequence[Member]) -> str:
-    """As "llama-3.1-8b on 2 x H100-SXM and 4 x L40S"; servers that are alike without their number."""
+    """Name servers, such as "llama-3.1-8b on 2 x H100-SXM and 4 x L40S". If all are alike, their number is left out."""
     kinds = about_kinds(servers)
     several = len(kinds) > 1
     parts = [f"{each['count']} x {each['hardware']}" if several else each["hardware"] for each in kinds]
@@ -129,11 +129,11 @@ def named(servers: Sequence[Member]) -> str:
 def price_of_all(
     servers: Sequence[Member], hours: Sequence[float], duration_s: float, usual: float | None
 ) -> float | None:
-    """Of an hour of a run with these servers, and those that were started later; None where one has no price.
+    """The price of an hour of a run, with servers that were started later; None if a server has no price.
 
     Args:
-        hours: that each was there.
-        usual: of one whose kind says nothing.
+        hours: the hours that each server was there.
+        usual: the price of a server whose kind gives none.
     """
     prices = [usual if each.kind.price_per_hour is None else each.kind.price_per_hour for each in servers]
     prices += [usual] * (len(hours) - len(prices))

@@ -92,7 +92,7 @@ class _Replay:
         self._scheduler.add(sequence, arrival.now)
 
     def _tokens_of(self, arrival: Arrival) -> list[int]:
-        """Those of numbered blocks have the block's number, others the sequence's, below that of a stop."""
+        """Make up tokens: those of numbered blocks are the block's number, others differ for each sequence."""
         end = self._ends.get(arrival.seq_id)
         numbers = arrival.blocks + (end.blocks if end is not None else [])
         tokens = [number for number in numbers for _ in range(self._size)]

@@ -25,15 +25,15 @@ class Timing(Protocol):
     """Says when the parts of a step are done."""
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """Of a step that was planned at `now`."""
+        """The times of a step that was planned at `now`."""
 
 
 @runtime_checkable
 class DecodeTiming(Timing, Protocol):
-    """One that needs no plan of a step in which everybody decodes."""
+    """A timing that needs no plan of a step in which all sequences decode."""
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """Of a step of decodes alone, as times() has them.
+        """The times of a step in which all sequences decode, as times() gives them.
 
         Args:
             contexts: the tokens that each sequence has computed; a call costs time for each.
@@ -116,7 +116,7 @@ class Predicted:
 
 
 def _decodes_of(count: int, context: int) -> Chunk:
-    """So many sequences with so many tokens in all."""
+    """The decodes of so many sequences with so many tokens in all, as one chunk."""
     return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
 
 
@@ -128,7 +128,7 @@ class _Otherwise(ABC):
 
     @abstractmethod
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
-        """What takes time."""
+        """The parts of the plan that take time."""
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         parts = self._parts(plan)
@@ -147,7 +147,7 @@ class DecodesFirst(_Otherwise):
 
 
 class OfCachedPrompts(_Otherwise):
-    """Of each chunk of a prompt only the last token takes time, as if the others were in the prefix cache."""
+    """Only the last token of each prompt chunk takes time, as if the others were in the prefix cache."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         return [item if item.decoding else _last_token(item) for item in plan.scheduled]
@@ -155,7 +155,7 @@ class OfCachedPrompts(_Otherwise):
 
 @dataclass(slots=True)
 class OfReceivedPrompts(_Otherwise):
-    """As OfCachedPrompts, of prompts that another server has computed. Those that were preempted are computed here."""
+    """Only the last token of each prompt takes time, as another server computed it, unless it was preempted here."""
 
     preempted: set[int] = field(default_factory=set)  # by seq_id
 

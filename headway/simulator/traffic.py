@@ -1,4 +1,4 @@
-"""What comes to a simulated server: requests, with what only their clients and the model know of them."""
+"""The requests that come to a simulated server, with what only their clients and the model know of them."""
 
 from __future__ import annotations
 

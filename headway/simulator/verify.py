@@ -193,7 +193,7 @@ async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
 
 
 def _flags(options: VerifyOptions) -> list[str]:
-    """Of `headway serve`, where they are not its defaults."""
+    """The flags of `headway serve` that are not its defaults."""
     found = []
     for values in (options.model_options, options.scheduling):
         for each, _, flag in flags_of(type(values)):
@@ -232,7 +232,7 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
 
 
 def verify(rounds: Sequence[Round]) -> Verification:
-    """Over the requests of all rounds. Raises BenchError where one of the runs has no answers."""
+    """Compare the requests of all rounds. Raises BenchError if one of the runs has no answers."""
     measured, predicted = (_pooled([getattr(each, name) for each in rounds]) for name in ("measured", "predicted"))
     found = _shown(compare(measured, predicted, confidence=CONFIDENCE))
     latencies = [Latencies.of(result.records).metrics("schedule") for result in (measured, predicted)]
