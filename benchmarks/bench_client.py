@@ -166,7 +166,7 @@ def measure_streams(kind: str, streams: int, seconds: float, core: int | None) -
 
 
 def reading_errors_ms(record: Any) -> Any:
-    """Of each token: when the client says it came, less when the server says that it sent it."""
+    """For each token, the time when the client says it came less the time when the server says that it sent it."""
     sent = np.array([int(word) for word in record.text.split()])
     return (np.array(record.chunk_ns) - sent) / 1e6
 

@@ -188,7 +188,7 @@ def _ratio(row: Compared) -> str:
 
 
 def best_budget(measured: dict[str, dict[str, list[float]]], rows: Sequence[Contestant], engine: str) -> str | None:
-    """Of the engine's sweep, the one with the highest median goodput; None where none was measured."""
+    """The budget of the engine's sweep with the highest median goodput; None if none was measured."""
     names = [each.name for each in rows if each.budget and each.engine == engine and each.name in measured]
     return max(names, key=lambda name: statistics.median(measured[name][GOODPUT]), default=None)
 

@@ -25,8 +25,9 @@ _MARKETING = re.compile(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*")
 
 
 def about(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Of this machine: processor, its family and model where its name says neither, those of its vector instructions
-    that kernels use, cores, system.
+    """Describe this machine: processor, vector instructions that kernels use, cores, system.
+
+    The processor's family and model are given if its name says neither.
     """
     fields: dict[str, str] = {}
     if cpuinfo.exists():

@@ -47,7 +47,7 @@ class Machine:
     decode: float
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
+        """The times of a step, by the three constants."""
         computed = now + self.step_ns(plan.work)
         return StepTimes(now, computed, computed)
 

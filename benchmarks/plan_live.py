@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Calib
 
 
 def summary(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """By model and phase: points, the median and the largest |error|, and the median error."""
+    """Points, the median and the largest |error|, and the median error, for each model and phase."""
     groups: dict[tuple[str, str], list[Compared]] = {}
     for each in compared:
         groups.setdefault((each.point.model, each.point.phase), []).append(each)
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def calibrated(arguments: argparse.Namespace, console: Console) -> CalibratedMachine:
-    """As `headway calibrate` does it, in this process."""
+    """Calibrate like `headway calibrate`, but in this process."""
     with console.status("calibrating") as status:
         return calibrate(
             None, "cpu", arguments.threads, arguments.effort, lambda stage, done: status.update(f"{done:.0%} {stage}")

@@ -120,7 +120,7 @@ def engine(case: Case, calibration: Calibration, python: str | None, longest: in
 
 
 def packed_bytes(llm: LLM) -> int:
-    """Of all matrices as they lie in memory; the embedding is the head's."""
+    """Bytes of all matrices in memory. The embedding is the same matrix as the head."""
     weights = llm.engine.runner.model.weights
     linears: list[object] = [weights.lm_head]
     for layer in weights.layers:

@@ -70,7 +70,7 @@ class Seen:
     marks: list[tuple[float, float]] = field(default_factory=list)
 
     def after(self, answers: list[Answer]) -> list[Arrival]:
-        """As `After`: nobody sends anything because of an answer."""
+        """Count answers. Nobody sends anything because of them, so this returns no arrivals."""
         self.ended += 1
         self.tokens += sum([len(answer.token_ns) for answer in answers])
         if self.ended * PARTS % self.requests < PARTS:

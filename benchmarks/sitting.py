@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment of its process."""
+        """The environment variables of the engine's process."""
         return ISAS.get(self.isa, {})
 
 
@@ -132,7 +132,7 @@ class Sitting:
 
 
 def cache_bytes(shape: str, points: list[Point], rounds: int) -> int:
-    """Of the KV cache that the largest point needs, 1 GiB at least."""
+    """Bytes of the KV cache that the largest point needs, 1 GiB at least."""
     padded = (point.batch * -(-point.longest(rounds) // _ROUND_UP) * _ROUND_UP for point in points)
     return max(_LEAST_KV_BYTES, kv_bytes(shape_of(SHAPES[shape]), max(padded)))
 

@@ -17,7 +17,7 @@ Measured = TypeVar("Measured")
 
 
 def stolen_seconds(stat: Path = _STAT) -> float:
-    """Of all processors together since the machine started; 0 where the system does not say."""
+    """Stolen seconds of all processors together since the machine started; 0 if the system does not say."""
     try:
         columns = stat.read_text().split("\n", 1)[0].split()
         return int(columns[_STEAL]) / os.sysconf("SC_CLK_TCK")

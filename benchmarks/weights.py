@@ -49,7 +49,7 @@ class Tensor:
 
 
 def tensors(config: dict[str, Any]) -> Iterator[Tensor]:
-    """Of a Qwen2 or Llama model, in the names of transformers.
+    """The tensors of a Qwen2 or Llama model, in the names of transformers.
 
     Raises:
         ValueError: the architecture is another.

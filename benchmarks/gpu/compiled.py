@@ -186,7 +186,7 @@ def _attention(
 
 
 def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad) -> None:
-    """As DeepSeek-V3 has them: 128 heads over 512 numbers and a key of 64."""
+    """Compile attention over latents like DeepSeek-V3's: 128 heads over 512 numbers and a key of 64."""
     block = torch.zeros(1, 1, BLOCK_SIZE, 576, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, 128, 576, dtype=dtype)
     kernels.attention(query, LayerCache(block, block[..., :512]), geometry(load, "cpu"), 576**-0.5, None)

@@ -177,7 +177,7 @@ def kernels(machine: Machine, measure: Measure) -> Tasks:
 
 @torch.inference_mode()
 def _products(machine: Machine, form: Format, measure: Measure) -> Iterable[Row]:
-    """Of matrices that no cache holds together, one after the other."""
+    """Time products with matrices that no cache holds together, one after the other."""
     rows, inputs, most = (64, 512, 0) if machine.small else (4096, 14336, GIB // 2)
     first = pack([(form.weight(rows, inputs, machine.device), None)], 1)
     copies = max(2, most // first.nbytes)

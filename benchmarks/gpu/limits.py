@@ -22,7 +22,7 @@ def stopwatch(machine: Machine) -> Stopwatch:
 
 
 def random(machine: Machine, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Of the size of weights."""
+    """Random numbers of the size of weights."""
     return filled(shape, dtype, machine.device)
 
 

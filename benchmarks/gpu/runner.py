@@ -53,7 +53,7 @@ class Outcome:
 
 
 def environment() -> dict[str, str]:
-    """Of a part's processes: this very source, no network, and Triton's compiler, whatever this one has."""
+    """The environment of a part's processes: this source, no network, and Triton's compiler, not its interpreter."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     plain = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "160"}
     return {**os.environ, **plain, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}

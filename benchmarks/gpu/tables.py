@@ -77,7 +77,7 @@ def _parts(record: Record, names: Sequence[str]) -> list[tuple[str, dict[str, An
 
 
 def columns(title: str, header: Cells, rows: Sequence[Cells]) -> str:
-    """In columns, numbers to the right; "" without rows."""
+    """Format rows in columns, with numbers to the right; "" without rows."""
     if not rows:
         return ""
     widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
@@ -105,7 +105,7 @@ def limits(record: Record) -> str:
 
 
 def compiled(record: Record) -> str:
-    """By kernel, as there are dozens of shapes: the most that any takes."""
+    """A table of the most that any shape of a kernel takes, because there are dozens of shapes."""
     most: dict[str, dict[str, int]] = {}
     names = ("registers", "spilled_bytes", "shared_bytes")
     for row in record.rows("compiled"):
