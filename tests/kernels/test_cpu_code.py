@@ -96,7 +96,7 @@ def others_may_move_it(base: Path) -> None:
 def test_nothing_is_loaded_from_where_another_user_can_write(
     folders: tuple[Path, Path, Path], which: int, poison: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the cache, the folder of temporary files takes its place; there, none does."""
+    """The folder of temporary files takes the place of the cache; nothing takes the place of the former."""
     assert callable(poison)
     poison(folders[which])
     (folders[which] / sources()[:16]).mkdir()
@@ -108,7 +108,7 @@ def test_nothing_is_loaded_from_where_another_user_can_write(
 def test_nothing_is_loaded_from_a_folder_of_another_user(
     folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As root has HOME of whoever became root."""
+    """This happens to root, who has the HOME of whoever became root."""
     assert len(code_folders()) == 2
     cpu_code._own_folder.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)

@@ -31,7 +31,7 @@ def known_inputs() -> Tensor:
 
 
 def error(weight: Tensor, dense: Tensor, x: Tensor) -> float:
-    """Of products, relative."""
+    """The relative error of products."""
     return ((x @ (weight - dense).T).norm() / (x @ weight.T).norm()).item()
 
 
