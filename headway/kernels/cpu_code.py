@@ -1,4 +1,4 @@
-"""Where the CPU kernels' machine code is kept between starts, and who compiles it.
+"""Keeps the CPU kernels' machine code between starts, and decides which process compiles it.
 
 Code is kept twice: beside the sources, for all users of this installation, and in a folder of the user, for all of the
 user's installations. It is loaded only from folders where no other user can have put it.
@@ -31,10 +31,10 @@ _held: set[Path] = set()
 
 
 def code_folders() -> list[Path]:
-    """Where code is looked for, in this order, and kept wherever that can be written.
+    """The folders in which code is looked for, in this order, and kept in each that can be written.
 
-    NUMBA_CACHE_DIR alone; or beside the sources, then in the user's cache, or in the system's folder of temporary files
-    where the user has none.
+    It is NUMBA_CACHE_DIR alone, if that is set; or a folder beside the sources, then one in the user's cache, or in the
+    system's folder of temporary files if the user has none.
     """
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(chosen)]
@@ -50,7 +50,7 @@ def can_keep() -> bool:
 
 
 def place_of(name: str) -> Path:
-    """Where a file of that name is, or else the folder that is looked at last: its locks are for all installations."""
+    """The path of a file: where it is, or else in the last of the folders, whose locks are for all installations."""
     places = [folder / name for folder in code_folders()]
     return next((place for place in places if place.exists()), places[-1])
 

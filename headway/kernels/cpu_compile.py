@@ -29,7 +29,7 @@ NUMBA = "0.66", "0.69"
 _MOST_INLINED = 200
 _loaded: list[Any] = []  # the code lives as long as what has linked it
 _named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("named", default=None)
-# It takes the name of a function before it is compiled, or waited for, and the path that its code will have.
+# A function that takes the name of a function before it is compiled, or waited for, and the path of its code.
 listener: Callable[[str, Path], None] | None = None
 
 

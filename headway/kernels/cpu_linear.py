@@ -174,7 +174,7 @@ class PackedLinear:
         self._choose()
 
     def _choose(self) -> None:
-        """Which way the products take; packed weights are the same for all."""
+        """Choose the way that products take. Packed weights are the same for all ways."""
         way, layout = self._choice.way(self._kind), arithmetic_of(self._kind)
         words = words_of_tile(self._inputs) if self._splits else STEP_WORDS
         on_tiles = way.least_on_tiles > 0 and words > 0

@@ -150,7 +150,7 @@ def _peaks(x, blocks, peaks):
 
 @compiled()
 def _scaled(value, best, inverse):
-    """Without leave to reorder, as min_p compares it."""
+    """A scaled logit, computed without reordering, because min_p compares it."""
     return (value - best) * inverse
 
 

@@ -37,7 +37,7 @@ def cpu_features() -> set[str]:
     return {name for name, present in marks.items() if present}
 
 
-# Without an instruction for it LLVM calls this library, of GCC 12 or later, to convert from and to float16.
+# LLVM calls this library, of GCC 12 or later, to convert from and to float16 if there is no instruction for that.
 if not IS_ARM and "f16c" not in cpu_features():
     binding.load_library_permanently("libgcc_s.so.1")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch works on the calling thread alone.
+    """Let torch work on the calling thread alone inside.
 
     OpenMP would wait for all its threads to be given a core, and its threads go on looking for work for milliseconds
     afterwards, on cores that the kernels' own team needs.
