@@ -226,7 +226,7 @@ _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_top
 # Defaults that architectures assume for keys that only the decoder reads.
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # Its first files have the exact GELU in "hidden_act" by mistake.
+    # The first files of Gemma have the exact GELU in "hidden_act" by mistake.
     "GemmaForCausalLM": {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma4ForCausalLM": _GEMMA_DEFAULTS
@@ -265,7 +265,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
 }
-# Where layers with a window have positions of their own: the key of their theta.
+# The key of the theta of layers with a window, if these have their own positions.
 LOCAL_THETAS = {
     "Gemma4ForCausalLM": "rope_local_base_freq",
     "Gemma3ForCausalLM": "rope_local_base_freq",
