@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def ttft_ns(self) -> int | None:
-        """From its arrival to its first token, if it had one."""
+        """Nanoseconds from its arrival to its first token, if it had one."""
         return self.token_ns[0] - self.arrived_ns if self.token_ns else None
 
 

@@ -184,7 +184,7 @@ class Clients:
         return [coming]
 
     def _class_of(self, planned: PlannedRequest) -> str:
-        """Its service class, as the server has it: of the body, or of a header."""
+        """The service class of a request, which is in its body or in a header."""
         body = planned.extra_body
         tier, named = body.get("service_tier", "auto"), body.get("service_class") or planned.headers.get(CLASS_HEADER)
         return str(named or self._classes.of_tier(tier).name)

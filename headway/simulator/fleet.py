@@ -175,7 +175,7 @@ class Fleet:
 
     @property
     def now(self) -> int:
-        """When the last step of all ended."""
+        """The time when the last step of all servers ended."""
         return max([replica.server.now for replica in self.replicas if replica.routed], default=0)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:

@@ -27,9 +27,9 @@ from headway.simulator.traffic import Arrival
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 NO_LIMITS, NO_TIME = QueueLimits(), Host()
 
-# It takes the answers to each request when it has ended, and returns what is sent next, at once or later.
+# A function that takes the answers to a request that has ended, and returns what is sent next, at once or later.
 After = Callable[[list[Answer]], Iterable[Arrival]]
-# It is asked about each request when its time has come. A client that says no sends it later, through `After`.
+# A function that says whether a request is sent, as its time has come. If not, the client sends it through `After`.
 Sends = Callable[[Arrival, int], bool]
 
 

@@ -139,7 +139,7 @@ class _Otherwise(ABC):
 
 
 class DecodesFirst(_Otherwise):
-    """Nobody waits for another's prompt: a step takes as long as its decodes alone, or as its longest prompt chunk."""
+    """No sequence waits for another's prompt: a step takes as long as its decodes, or as its longest prompt chunk."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         decodes = [item for item in plan.scheduled if item.decoding]
