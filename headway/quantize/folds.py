@@ -1,4 +1,4 @@
-"""Where the scales of a product's inputs go, so that the model stays the same."""
+"""Finds where the scales of a product's inputs can go, so that the model stays the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Feeder:
 
 
 class Folds:
-    """Where the scales of inputs go: into the norm before a product, or the rows of the product before.
+    """Finds where the scales of inputs go: into the norm before a product, or into rows of the product before.
 
     Args:
         norms: by the names of layers with one input: the norm that makes it.
