@@ -30,7 +30,7 @@ from headway.text.tokenizer import TextError, Tokenizer
 RENDER_S, ENCODE_S = 5.0, 60.0
 # More than this process has when it is ready.
 RENDER_BYTES, ENCODE_BYTES = 2**29, 2**31
-# Where the context does not bound it.
+# The limit of a text that no context bounds.
 MOST_CHARS = 2**24
 NICENESS = 10
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
