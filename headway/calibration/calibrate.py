@@ -33,7 +33,7 @@ from headway.calibration.stopwatch import stopwatch_of
 from headway.calibration.store import CalibratedMachine, check_name
 from headway.cost.hardware import Hardware
 
-# It is called with what is happening, and the share of all work that is done, 0 to 1.
+# A function that is called with what is happening, and the share of all work that is done, 0 to 1.
 Listener = Callable[[str, float], None]
 
 LEAST_S = 5e-3  # of a run: the engine's threads, asleep before it, are awake for most of it, as in a step

@@ -24,7 +24,7 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """For calls that have done their work when they return."""
+    """Times calls that have done their work when they return."""
 
     def seconds(self, call: Callable[[], object], calls: int) -> float:
         """See Stopwatch."""
@@ -35,7 +35,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """For calls that only put work on the current CUDA stream: the GPU's own clock says how long that took."""
+    """Times calls that only put work on the current CUDA stream, by the GPU's own clock."""
 
     def seconds(self, call: Callable[[], object], calls: int) -> float:
         """See Stopwatch."""

@@ -115,7 +115,7 @@ def check_place(path: Path | None = None) -> None:
         StoreError: it could not.
     """
     if path is None:
-        # It is made with the first entry: until then the nearest folder above it counts.
+        # The folder is made with the first entry. Until then the nearest folder above it counts.
         parent = next(each for each in (folder(), *folder().parents) if os.path.exists(each))
     elif os.path.exists(path) and not os.path.isfile(path):
         raise StoreError(f"output is {path}, which is not a file; give the name of a file")
