@@ -219,7 +219,7 @@ class Sweep:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "rate:1,2,4" or "concurrency:1,8,64".
+        """Parse a sweep like "rate:1,2,4" or "concurrency:1,8,64".
 
         Raises:
             BenchError: it is neither, or has a value that is not above 0 (for a concurrency, not whole).

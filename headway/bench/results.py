@@ -200,7 +200,7 @@ def _whole_characters(value: Any) -> Any:
 
 
 def _encodable(value: Any) -> Any:
-    """For what JSON cannot hold: a finished run must not be lost over one value of its settings."""
+    """Make JSON of any value, so that a finished run is not lost over one value of its settings."""
     if isinstance(value, array):
         return value.tolist()
     if hasattr(value, "item"):  # numpy's scalars

@@ -164,7 +164,7 @@ class Dispatch:
             raise self._error
 
     def start_lag_ms(self) -> list[float]:
-        """For each request that was sent, how long after it could have been."""
+        """For each request that was sent, how long after it could have been sent, in ms."""
         return [max(0, record.sent_ns - ready) / 1e6 for record, ready in self._ready_ns if record.sent_ns]
 
     # --- beginning and end --------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Dispatch:
 
     async def _serve(self, due: _Due, record: RequestRecord) -> None:
         await self._client.send(due.planned, record, due.prompt)
-        # Not in the callback: that is called a turn of the loop later, and a closed loop would lose it.
+        # This is not in the callback, which is called a turn of the loop later: a closed loop would lose that turn.
         task = asyncio.current_task()
         assert task is not None
         self._under_way.pop(task, None)

@@ -162,11 +162,12 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection meanwhile: one over the plans and records of 100,000 requests stops the loop for 0.1 s,
-    which would be read as latency of the server.
+    """Turn garbage collection off inside.
 
-    Reference counting frees whatever is not in a cycle, and a request makes none. What is alive is frozen too, so that
-    a collection that somebody asks for by name has little to look at; it stays so where a process froze objects before.
+    A collection over the plans and records of 100,000 requests would stop the loop for 0.1 s, which would be read as
+    latency of the server. Reference counting frees whatever is not in a cycle, and a request makes none. Live objects
+    are frozen too, so that an explicit collection has little to look at. They stay frozen if the process froze objects
+    before.
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
@@ -185,9 +186,9 @@ def collector_off() -> Iterator[None]:
 async def probing(
     client: Sender, requests: Iterator[PlannedRequest], grace_s: float
 ) -> AsyncIterator[list[RequestRecord]]:
-    """Inside, requests are sent at their times, whatever becomes of those before them; time 0 is now.
+    """Send requests at their times inside, whatever becomes of those before them. Time 0 is now.
 
-    At the end nothing more is sent; what is under way has `grace_s` left.
+    At the end nothing more is sent, and what is under way has `grace_s` left.
 
     Args:
         requests: in order of their arrival_s, which all have; there may be no end of them.

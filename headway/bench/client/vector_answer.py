@@ -67,7 +67,7 @@ class VectorAnswer(Receiver):
         self._pieces.append(data)
 
     def settle(self) -> None:
-        """Nothing is known of an answer that failed in the middle."""
+        """Do nothing: nothing is known of an answer that failed in the middle."""
 
     def failure(self, now_ns: int) -> Failure | None:
         """How a response failed that has ended; None when it was an answer."""

@@ -1,4 +1,4 @@
-"""Which differences between two runs are real, and which are noise."""
+"""Tells which differences between two runs are real, and which are noise."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def _by_runs(
 
 
 def _refused(statistic: Statistic, a: list[RunStatistics], b: list[RunStatistics]) -> Difference:
-    """Without a verdict yet: the values as far as they can be claimed, as means over the runs of a side."""
+    """A difference without a verdict: the values as far as they can be claimed, as means over the runs of a side."""
     values: list[float | None] = []
     for runs in (a, b):
         known = [value for run in runs if (value := run.value(statistic)) is not None]

@@ -77,8 +77,8 @@ def _percentile(
 def _edge_of_tail(p: float, point: float, ordered: np.ndarray) -> float:
     """Where to cut the values in two so that their order shows how the tail beyond `p` clusters.
 
-    At the percentile itself, but with at least 50 values on the thinner side: a handful says nothing of dependence,
-    and further in, dependence is rather stronger, which errs on the side of refusing.
+    It is the percentile itself, but there are at least 50 values on the thinner side: a handful says nothing of
+    dependence. Further in, dependence is rather stronger, which errs on the side of refusing.
     """
     n = len(ordered)
     thin = min(50, n // 2)

@@ -1,4 +1,4 @@
-"""Where the server says that the time of requests went: the phases of its ledger (docs/ledger.md), beside the client's.
+"""The phases of requests by the server's ledger (docs/ledger.md), beside those of the client.
 
 A request's time is divided without a gap: `start_lag` from when it was due until it was sent, the server's phases, and
 `network_and_client`, what neither covers: connecting, the network, the server's socket and this client.

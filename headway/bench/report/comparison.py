@@ -191,7 +191,7 @@ def settings_table(comparison: Comparison) -> Table | None:
 
 
 def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Section:
-    """For the top of a report.
+    """The section of a comparison, for the top of a report.
 
     Args:
         a, b: what to call the two sides: their files, or labels.

@@ -55,7 +55,7 @@ class Reservoir:
             self.values[place] = value
 
     def quantiles(self, *shares: float) -> list[float | None]:
-        """Without interpolation; None without a value, and for a P99 of too few."""
+        """Quantiles without interpolation. One is None without a value, and for a P99 of too few values."""
         ordered = sorted(self.values)
         known = [bool(ordered) and not (share >= 0.99 and self.count < ENOUGH_FOR_P99) for share in shares]
         return [

@@ -145,7 +145,7 @@ def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[
 
 
 def _unanswered_sections(result: RunResult) -> list[Section]:
-    """Without an answer all pictures of latency would be empty; when the requests failed is still worth seeing."""
+    """Sections of a run without an answer: pictures of latency would be empty, but one shows when requests failed."""
     if not any(record.sent_ns for record in result.records):
         return []
     found = (pictures.timeline_picture(result), pictures.load_picture(result, None))

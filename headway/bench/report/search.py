@@ -182,7 +182,7 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
 
 
 def search_section(found: SearchResult, target: float = 0.99) -> Section:
-    """For the top of a report: `report_page(..., extra=[search_section(...)])`."""
+    """The section of a search, for the top of a report: `report_page(..., extra=[search_section(...)])`."""
     caption = "Each point has all requests at one rate, with an interval that holds for all looks together."
     if found.rate is not None and found.above is not None:
         caption += f" The limit is between {number(found.rate)} and {number(found.above)} requests/s."

@@ -110,7 +110,7 @@ def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Bann
 
 
 def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
-    """Up to which load the objectives held; by load, rising."""
+    """Say up to which load the objectives held. The loads rise."""
     decided = {load: outcome(found, target) for load, found in attained.items()}
     wanted = f"{100 * target:g} % of the requests met their objectives"
     first_missed = min((load for load, decision in decided.items() if decision == "missed"), default=math.inf)

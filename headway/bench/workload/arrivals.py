@@ -140,7 +140,7 @@ class OnOff(Rated):
         return self._with_silence(Poisson(self.rate_on).offsets_until(on_time, rng))
 
     def _with_silence(self, on_times: Times) -> Times:
-        """From time counted in on-phases only to time on the clock."""
+        """Convert time that counts on-phases only to time on the clock."""
         return on_times + np.floor(on_times / self.on_s) * self.off_s
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""From what was asked for to the requests of a run, planned before the first is sent.
+"""Plans the requests of a run from its specification, before the first is sent.
 
 The same specification and seed make the same workload, byte by byte.
 """
@@ -130,7 +130,7 @@ def build_workload(
 
 
 def _as_ever(request: PlannedRequest) -> dict[str, Any]:
-    """Without the fields that came later where they say nothing, so that fingerprints stay what they were."""
+    """The fields of a request. Fields that were added later are left out if empty, so that fingerprints stay."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
     for name in ("headers", "cancel_after_s", "tenant"):
         if not fields[name] and fields[name] != 0:
@@ -324,7 +324,7 @@ class _Writer:
         said = made.prompt.text or ""
         if self.chat:
             return MadePrompt(Prompt(messages=({"role": "user", "content": said},)), made.tokens)
-        # It goes right behind an answer, whose last word must not run into its first.
+        # This text follows an answer, whose last word must not run into its first word.
         return MadePrompt(Prompt(text=said if turn == 0 or said.startswith(" ") else " " + said), made.tokens)
 
     def notes(self) -> list[str]:

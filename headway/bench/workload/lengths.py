@@ -25,7 +25,7 @@ class Distribution(Protocol):
 
     @property
     def mean(self) -> float:
-        """Before clipping."""
+        """The mean before clipping."""
         ...
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -76,7 +76,7 @@ class Uniform:
 
     @classmethod
     def around(cls, mean: int, ratio: float) -> Uniform:
-        """From floor(mean * (1 - ratio)) to ceil(mean * (1 + ratio)), as --random-range-ratio of `vllm bench serve`."""
+        """The range floor(mean * (1 - ratio)) .. ceil(mean * (1 + ratio)), as by --random-range-ratio in vLLM."""
         if not 0 <= ratio < 1:
             raise BenchError(f"the range ratio is {ratio:g}; it must be 0 or more and below 1")
         return cls(max(math.floor(mean * (1 - ratio)), 1), max(math.ceil(mean * (1 + ratio)), 1))

@@ -52,7 +52,7 @@ TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "tr
 
 @dataclass(frozen=True)
 class ClassLoad:
-    """When the requests of a class come that has arrivals of its own.
+    """The arrivals of a class that has its own.
 
     Args:
         arrival: None takes the recorded times of its trace, or leaves them to the users of a closed loop.

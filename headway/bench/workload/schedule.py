@@ -1,4 +1,4 @@
-"""Which requests a run has, and when: datasets, classes and arrivals brought together.
+"""Decides which requests a run has, and when: it combines datasets, classes and arrivals.
 
 What is drawn for one purpose (lengths, times, the order of classes, prompts) does not move when another is changed: at
 twice the rate the same prompts come twice as fast.
@@ -192,7 +192,7 @@ def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Sch
 
 
 def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
-    """So many requests, at the times of the arrival process or at none."""
+    """Draw a given number of requests, at the times of the arrival process or without times."""
     requests, is_exact = _number_of_requests(spec, parts)
     _check_number(requests)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
@@ -239,7 +239,7 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Conversation]:
-    """So many conversations of one class. Where the number is exact, a dataset that ends starts over."""
+    """Draw `count` conversations of one class. If the number is exact, a dataset that ends starts over."""
     if not count:
         return []
     seed = spec.seed_of_prompts if part.dataset.repeats_prompts else spec.seed

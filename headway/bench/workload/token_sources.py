@@ -1,4 +1,4 @@
-"""Where prompts' tokens come from: a tokenizer's words as text, its ids, or plain words without a tokenizer."""
+"""Sources of prompts' tokens: a tokenizer's words as text, its ids, or plain words without a tokenizer."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class WordSource:
 
     @classmethod
     def calibrated(cls, short: tuple[int, int], long: tuple[int, int]) -> WordSource:
-        """From what the server's `usage` says of two texts, the second longer: (words, prompt tokens) of each."""
+        """Make a source from the words and the prompt tokens, by the server's `usage`, of a short and a long text."""
         words, counted = long[0] - short[0], long[1] - short[1]
         return cls(counted / words, max(round(short[1] - short[0] * counted / words), 0))
 
