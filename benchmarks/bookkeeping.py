@@ -87,7 +87,7 @@ def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, param
 
 
 def time_calls(owner: object, name: str) -> list[float]:
-    """From now on the microseconds of every call of a method are appended to the list."""
+    """Replace a method by one that appends the microseconds of every call to the list."""
     times: list[float] = []
     method = getattr(owner, name)
 

@@ -89,7 +89,7 @@ class Watch:
         return plan
 
     def _look_for_starving(self, plan: StepPlan, now: int) -> None:
-        """Who has waited too long goes first: one at a time with objectives, else whoever was overtaken too often."""
+        """Check that a sequence goes first if it waited too long (with objectives) or was overtaken too often."""
         scheduler = self.scheduler
         if scheduler.slo is None:
             most = max((sequence.times_bypassed for sequence in scheduler.waiting), default=0)

@@ -55,7 +55,7 @@ class Machine:
         return round(MS * (self.fixed + self.token * work.prefill_tokens + self.decode * work.decode_tokens))
 
     def learnt(self) -> StepTimeModel:
-        """It knows all of this."""
+        """The step-time model, which knows all of this."""
         model = StepTimeModel()
         for number in range(200):
             work = StepWork(number * 7 % 50, number * 3 % 20)

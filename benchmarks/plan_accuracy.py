@@ -258,7 +258,7 @@ def under_load(table: Sequence[Row]) -> dict[str, Any]:
 
 
 def result(compared: Sequence[Compared]) -> dict[str, Any]:
-    """For the results folder: the summary, and every figure."""
+    """The summary and every figure, for the results folder."""
     return {
         "summary": [
             {"source": name, "use": use, "metric": metric, **summary(group), "inside_80_percent_bar": inside(group)}

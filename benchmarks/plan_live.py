@@ -182,7 +182,7 @@ def summary(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 def result(
     machines: Sequence[CalibratedMachine], compared: Sequence[Compared], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """For the results folder: the calibrations, the summary, and every visit."""
+    """The calibrations, the summary and every visit, for the results folder."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {

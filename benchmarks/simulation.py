@@ -79,7 +79,7 @@ class Seen:
 
 
 def run(requests: int, rate: float, replicas: int) -> tuple[Fleet, Seen]:
-    """So many requests a second for each replica."""
+    """Simulate requests that come at `rate` a second for each replica."""
     options, scheduling = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions()
     made = [deploy(options, scheduling) for _ in range(replicas)]
     servers = [replace(each, timing=made[0].timing).server() for each in made]

@@ -207,7 +207,7 @@ def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path, keep: Ca
 def _ask(
     sitting: Sitting, children: list[Child], child: Child, request: dict[str, Any], again: bool = True
 ) -> dict[str, Any] | None:
-    """Its reply, asked again where it was disturbed; None where it died, and then it is one of the children no more."""
+    """The reply of a child, asked again if it was disturbed; None if it died, and then it leaves the children."""
     try:
         if not again:
             return child.ask(request)
@@ -222,7 +222,7 @@ def _ask(
 
 
 def _rotate(children: list[Child]) -> None:
-    """So that nobody always comes first."""
+    """Rotate the children, so that none always comes first."""
     children[:] = [*children[1:], *children[:1]]
 
 

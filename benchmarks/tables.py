@@ -1,4 +1,4 @@
-"""From what was measured to rows, and from rows to markdown."""
+"""Makes rows from what was measured, and markdown from rows."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Launch:
 
 @contextmanager
 def launches(only_compiled: bool = False) -> Iterator[list[Launch]]:
-    """Inside, the launches of Triton kernels are noted; only compiled, nothing runs."""
+    """Note the launches of Triton kernels inside. With `only_compiled`, they are compiled and nothing runs."""
     found: list[Launch] = []
     run = JITFunction.run
 

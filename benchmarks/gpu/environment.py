@@ -20,7 +20,7 @@ _INSTALL = "install them for this Python; where there is no network, carry them 
 
 
 class NotHere(Exception):
-    """Nothing can be measured here: one line that says why and what to do."""
+    """Nothing can be measured here. One line says why and what to do."""
 
 
 def look(packages: tuple[str, ...]) -> dict[str, Any]:

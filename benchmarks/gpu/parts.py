@@ -42,7 +42,7 @@ class Part:
             return [sys.executable, "-m", "benchmarks.gpu.part", self.name, str(lines), str(done), str(machine)]
         files = [str(file) for file in gpu_tests(TESTS) if is_parity(file) == self.parity_tests]
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.reporting", "-p", "no:cacheprovider"]
-        # Without the options of pyproject.toml, some of which belong to plug-ins that may be missing.
+        # The options of pyproject.toml are left out: some belong to plug-ins that may be missing.
         return [
             *command,
             "-o",

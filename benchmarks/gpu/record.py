@@ -59,7 +59,7 @@ class Record:
         return Outcome(dict(known["tasks"]), list(known.get("left", [])), bool(known.get("cut")))
 
     def is_done(self, part: str) -> bool:
-        """Nothing of it is left to be run."""
+        """Whether nothing of a part is left to be run."""
         kept = self.kept(part)
         return bool(kept.tasks) and not kept.left and not kept.cut
 

@@ -157,7 +157,7 @@ class _Follower:
 
 
 def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float, task_seconds: float) -> str | None:
-    """Until it ends by itself. Says _TIME where the deadline came first, or that a task took too long."""
+    """Wait until the process ends by itself. Returns _TIME if the deadline came first, or that a task took too long."""
     while process.poll() is None:
         time.sleep(_POLL_S)
         follower.read()
@@ -171,7 +171,7 @@ def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it has started in its group."""
+    """End the process, and those that it has started in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

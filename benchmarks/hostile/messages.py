@@ -75,7 +75,7 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 
 def listed(item: str, size: int = BODY_BYTES - 4096) -> str:
-    """So many bytes of JSON array of one item, again and again."""
+    """A JSON array of so many bytes, with one item again and again."""
     count = size // (len(item.encode()) + 1)
     return "[" + ",".join([item] * count) + "]"
 
