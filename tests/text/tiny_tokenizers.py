@@ -40,7 +40,7 @@ def byte_level(vocab_size: int = 500) -> Tokenizer:
 
 
 def sentencepiece_style(vocab_size: int = 560) -> Tokenizer:
-    """A tokenizer like Llama 2's and Mistral's: words begin with a mark for their space, unknown characters are bytes."""
+    """A tokenizer like Llama 2's and Mistral's: words begin with a mark for a space, unknown characters are bytes."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
