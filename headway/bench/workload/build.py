@@ -130,7 +130,7 @@ def build_workload(
 
 
 def _as_ever(request: PlannedRequest) -> dict[str, Any]:
-    """The fields of a request. Fields that were added later are left out if empty, so that fingerprints stay."""
+    """The fields of a request. Later ones are left out if they are empty, so that fingerprints stay the same."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
     for name in ("headers", "cancel_after_s", "tenant"):
         if not fields[name] and fields[name] != 0:
