@@ -39,7 +39,7 @@ from headway.kernels.cpu_arithmetic import (
     WIDENED,
     arithmetic_of,
 )
-from headway.kernels.cpu_code import alone, code_folders, sources
+from headway.kernels.cpu_code import code_folders, exclusive, sources
 from headway.kernels.cpu_compile import callable_of, target
 from headway.kernels.cpu_groups import HEADER_BYTES, group_bytes, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
@@ -138,7 +138,7 @@ class Choice:
 
     def _measure(self, product: str, path: Path) -> None:
         """Measure a product, while other processes that need it wait: together they would disturb each other."""
-        with alone(path.with_suffix(".lock")):
+        with exclusive(path.with_suffix(".lock")):
             self.read()
             if product in self.names:
                 return

@@ -91,7 +91,7 @@ def _drop_unused(base: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def exclusive(lock: Path) -> Iterator[None]:
     """Keep other processes that ask for the same lock file, and other threads of this one, out of the block.
 
     If there can be no lock, because its folder cannot be written or its file system has none, nobody is kept out.
@@ -131,7 +131,7 @@ def drop_stale_code(folder: Path, sources: str) -> None:
     with contextlib.suppress(OSError):
         if stamp.exists() and stamp.read_text() == sources:
             return
-        with alone(stamp.with_suffix(".lock")):
+        with exclusive(stamp.with_suffix(".lock")):
             for code in [each for ending in (ENDING, ".nb[ic]", ".ways") for each in folder.glob(f"cpu*{ending}")]:
                 code.unlink(missing_ok=True)
             stamp.write_text(sources)

@@ -19,7 +19,7 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-from headway.kernels.cpu_code import ENDING, alone, keep, place_of, read, sources
+from headway.kernels.cpu_code import ENDING, exclusive, keep, place_of, read, sources
 
 _ENTRY = "headway_entry"
 # Versions of Numba of which the parts that are used below are known, as in pyproject.toml: from the first to before the
@@ -33,7 +33,7 @@ _named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("name
 listener: Callable[[str, Path], None] | None = None
 
 
-class _Later:
+class _LazyFunction:
     """A function that Numba compiles when it is first needed."""
 
     def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
@@ -84,7 +84,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         made.compile = lambda kinds: compile_for(tuple(types.unliteral(kind) for kind in kinds))
         return made
 
-    return lambda function: _Later(lambda: make(function), function)
+    return lambda function: _LazyFunction(lambda: make(function), function)
 
 
 def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -97,12 +97,12 @@ def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any
 
         return intrinsic(**options)(function) if options else intrinsic(function)
 
-    return _Later(make)
+    return _LazyFunction(make)
 
 
 def external(name: str, result: str, *arguments: str) -> Any:
     """A function of C, with the names of Numba's types."""
-    return _Later(
+    return _LazyFunction(
         lambda: types.ExternalFunction(name, getattr(types, result)(*(getattr(types, each) for each in arguments)))
     )
 
@@ -135,7 +135,7 @@ def address_of(function: Callable[..., None]) -> int:
     if code is None:
         if listener is not None:
             listener(function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_"), path)
-        with alone(path.with_suffix(".lock")):
+        with exclusive(path.with_suffix(".lock")):
             code = read(path.name)
             if code is None:
                 code = compile_entry(function)

@@ -169,12 +169,12 @@ class Team:
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
-        self._doors = [_Door() for _ in range(self.threads - 1)]
-        for number, door in enumerate(self._doors):
+        self._helpers = [_HelperState() for _ in range(self.threads - 1)]
+        for number, helper in enumerate(self._helpers):
             threading.Thread(
-                target=_helper, args=(memory, self._board, door), daemon=True, name=f"headway-helper-{number}"
+                target=_helper, args=(memory, self._board, helper), daemon=True, name=f"headway-helper-{number}"
             ).start()
-        weakref.finalize(self, _dismiss, self._doors)
+        weakref.finalize(self, _dismiss, self._helpers)
 
     def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
@@ -228,10 +228,10 @@ class Team:
             self._recorded.append([together, code, *words.tolist()])
 
     def _wake(self) -> None:
-        for door in self._doors:
-            door.due = True
-            if door.asleep:
-                door.wanted.set()
+        for helper in self._helpers:
+            helper.due = True
+            if helper.asleep:
+                helper.wanted.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class Program:
     result: Tensor
 
 
-class _Door:
+class _HelperState:
     """What wakes a helper, and whether it sleeps."""
 
     def __init__(self) -> None:
@@ -252,7 +252,7 @@ class _Door:
         self.dismissed = False
 
 
-def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
+def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
     """A helper's life; holding `memory` keeps the board's address good.
 
     When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
@@ -260,17 +260,17 @@ def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
     """
     help_ = callable_of(_help)
     while True:
-        door.asleep = True
-        if not door.due:
-            door.wanted.wait()
-        door.wanted.clear()
-        door.asleep = door.due = False
-        if door.dismissed:
+        helper.asleep = True
+        if not helper.due:
+            helper.wanted.wait()
+        helper.wanted.clear()
+        helper.asleep = helper.due = False
+        if helper.dismissed:
             return
         help_(board)
 
 
-def _dismiss(doors: list[_Door]) -> None:
-    for door in doors:
-        door.dismissed = True
-        door.wanted.set()
+def _dismiss(helpers: list[_HelperState]) -> None:
+    for helper in helpers:
+        helper.dismissed = True
+        helper.wanted.set()

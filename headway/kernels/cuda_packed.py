@@ -101,9 +101,9 @@ class Packed:
         plain = self._plain(stored)[..., : self.chunk].flatten(1, 2)  # [T, chunks, inputs of a chunk]
         if self.scales is not None:
             chunks = torch.arange(plain.shape[1], device=which.device)
-            plain = plain * self._of_chunks(self.scales, self.factors, matrix, chunks, which)
+            plain = plain * self._chunk_scales(self.scales, self.factors, matrix, chunks, which)
             if self.offsets is not None and self.minima is not None:
-                plain = plain - self._of_chunks(self.minima, self.offsets, matrix, chunks, which)
+                plain = plain - self._chunk_scales(self.minima, self.offsets, matrix, chunks, which)
         plain = plain.flatten(1)[:, : self.inputs]
         if self.order is not None:
             plain = torch.empty_like(plain).index_copy_(1, self.order[matrix].long(), plain)
@@ -118,7 +118,9 @@ class Packed:
         kinds = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "int4": torch.uint8}
         return stored.contiguous().view(kinds[self.format]).float()
 
-    def _of_chunks(self, floats: Tensor, bytes_: Tensor | None, matrix: int, chunks: Tensor, which: Tensor) -> Tensor:
+    def _chunk_scales(
+        self, floats: Tensor, bytes_: Tensor | None, matrix: int, chunks: Tensor, which: Tensor
+    ) -> Tensor:
         """[T, chunks, 1]: of a matrix' rows."""
         found = floats[matrix].float()[(chunks // self.of_run).clamp_max(floats.shape[1] - 1)][:, which]
         if bytes_ is not None:
@@ -155,7 +157,7 @@ def pack(products: Iterable[Product], count: int, gated: bool = False) -> Packed
     form, inputs, chunk, of_group, of_run, dtype, factor = alike
     return Packed(
         numbers,
-        **_beside(found, inputs),
+        **_group_tensors(found, inputs),
         bias=torch.stack(biases) if biases else None,
         table=torch.tensor(NF4, device=numbers.device) if form == "normal4" else None,
         format=form,
@@ -230,7 +232,7 @@ def _spans(groups: Groups | None, inputs: int, chunk: int) -> tuple[int, int]:
     return of_group, of_group * groups.run if groups.scales.shape[1] > 1 else _ALL
 
 
-def _beside(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor | None]:
+def _group_tensors(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor | None]:
     """The tensors that packed matrices have beside their numbers, with rows in this order."""
     none = dict.fromkeys(("scales", "factors", "minima", "offsets", "order"))
     if not found:

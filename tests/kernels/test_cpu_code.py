@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.kernels import cpu_code
-from headway.kernels.cpu_code import alone, can_keep, code_folders, drop_stale_code, keep, place_of, read, sources
+from headway.kernels.cpu_code import can_keep, code_folders, drop_stale_code, exclusive, keep, place_of, read, sources
 
 NAME = "cpu_b.f-0123.native"
 
@@ -134,8 +134,8 @@ def test_code_of_sources_that_are_used_no_more_is_deleted(folders: tuple[Path, P
 def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_path: Path) -> None:
     lock = tmp_path / "new" / "f.lock"
     for _ in range(2):
-        with pytest.raises(KeyError), alone(lock), alone(lock):
+        with pytest.raises(KeyError), exclusive(lock), exclusive(lock):
             raise KeyError
     (tmp_path / "file").write_text("")
-    with alone(tmp_path / "file" / "f.lock"):
+    with exclusive(tmp_path / "file" / "f.lock"):
         pass
