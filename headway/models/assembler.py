@@ -167,7 +167,7 @@ class Assembler:
         of_queries = queries if latent.q_rank is None else torch.arange(latent.q_rank)
         kept = torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + turned])
         lowered = self._rows_of(torch.cat([of_queries, len(of_queries) + kept]), *attention_names(self._config, index))
-        to_keys, to_values = self._of_heads(name, latent, heads)
+        to_keys, to_values = self._latent_heads(name, latent, heads)
         return LatentWeights(
             lowered=lowered,
             query_norm=None if latent.q_rank is None else self._norm(f"{name}.q_a_layernorm"),
@@ -179,7 +179,7 @@ class Assembler:
             cache=cache,
         )
 
-    def _of_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
+    def _latent_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
         """The matrices that make keys and values of latents, that of keys transposed. Packed ones are made plain."""
         if self._config.by_heads:
             each = [[self._weight(f"{attention}.heads.{n}.{x}_b_proj") for n in range(heads)] for x in "kv"]
@@ -285,7 +285,7 @@ class Assembler:
         gate_up: Iterator[Product]
         down: Iterator[Product]
         if routing.by_turns:
-            gate_up, down = (self._by_turns(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
+            gate_up, down = (self._interleaved_experts(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
         elif stacked:
             gate_up, down = self._matrices(f"{layer}.{STACKED[0]}"), self._matrices(f"{layer}.{STACKED[1]}", factors)
         else:
@@ -320,7 +320,7 @@ class Assembler:
             factor = 1.0 if factors is None else factors[number]
             yield Weight(matrix if lent is None else [matrix], scheme, factor=factor), None
 
-    def _by_turns(self, name: str, gated: bool) -> Iterator[Product]:
+    def _interleaved_experts(self, name: str, gated: bool) -> Iterator[Product]:
         """gpt-oss's experts of a layer (see Routing), gate rows above up rows."""
         scheme, biases = scheme_of(name, self._quantization, None), self._stack(f"{name}_bias")
         turns = torch.arange(biases.shape[1], device=self._device)

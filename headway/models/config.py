@@ -128,7 +128,7 @@ class ModelConfig:
         if text is not raw:
             traits = replace(traits, within=True, unused=(*traits.unused, *OTHER_PARTS))
             if packed is not None:
-                packed = replace(packed, ignored=tuple(map(_outside, packed.ignored)))
+                packed = replace(packed, ignored=tuple(map(_inner_name, packed.ignored)))
         acts = ACTS.get(traits.gate, ACTS["silu"])
         if values.get(traits.act, "silu") not in acts:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
@@ -284,7 +284,7 @@ def _softcaps(values: ConfigValues) -> SoftCaps:
     return SoftCaps(*(None if values.get(key) is None else values.positive_number(key) for key in keys))
 
 
-def _outside(name: str) -> str:
+def _inner_name(name: str) -> str:
     """The name of a tensor without what it lies in."""
     for pairs in WITHIN:
         for ours, theirs in pairs:

@@ -220,7 +220,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "dtype": _dtype(tensors),
         "pooling_type": values.get(f"{family}.pooling_type"),
     }
-    config |= _of_family(model, family, config, heads)
+    config |= _family_fields(model, family, config, heads)
     if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     scaling = _rope_scaling(model, family, config)
@@ -250,7 +250,7 @@ def _rename(family: str, config: dict[str, Any]) -> None:
     config["architectures"] = [architecture]
 
 
-def _of_family(model: GGUFModel, family: str, config: Mapping[str, Any], heads: int) -> dict[str, Any]:
+def _family_fields(model: GGUFModel, family: str, config: Mapping[str, Any], heads: int) -> dict[str, Any]:
     """The keys of config.json that only this family has."""
     values, tensors, found = model.values, model.tensors, dict[str, Any]()
     turned = values.get(f"{family}.rope.dimension_count")

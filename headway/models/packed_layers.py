@@ -33,7 +33,7 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     if packed.scheme == "float4-weight-only":
         return _float4(packed, layer, tensors, dtype)
     if packed.layout in ("nf4", "fp4"):
-        return _of_blocks(packed, layer, tensors, dtype)
+        return _bitsandbytes_matrix(packed, layer, tensors, dtype)
     if packed.layout == "llm.int8":
         scales = tensors["SCB"].float().view(-1, 1) / 127
         values, zeros = tensors["weight"].view(torch.uint8) ^ 128, torch.full(scales.shape, 128, dtype=torch.uint8)
@@ -95,24 +95,24 @@ def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weigh
     """A matrix of MXFP4, as gpt-oss holds experts: uint8 [out, groups, 16], the first of two in the low bits, and
     uint8 [out, groups].
     """
-    return _of_bytes(blocks.flatten(1), powers_of_two(exponents), dtype)
+    return _float4_matrix(blocks.flatten(1), powers_of_two(exponents), dtype)
 
 
 def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
     """A matrix of e2m1, two in a byte, the first in the low bits."""
     codes, scales = tensors["weight" if packed.layout == "nvfp4-modelopt" else "weight_packed"], tensors["weight_scale"]
     if packed.layout == "mxfp4-packed":
-        return _of_bytes(codes, powers_of_two(scales), dtype)
+        return _float4_matrix(codes, powers_of_two(scales), dtype)
     if packed.layout == "nvfp4":  # by which scales were multiplied, to make use of e4m3's range
         scales = scales.float() / tensors["weight_global_scale"].float()
     else:
         scales = scales.float() * tensors["weight_scale_2"].float()
     if not scales.isfinite().all():
         raise ModelError(f"{layer}.weight_scale holds what is not a number; download the checkpoint again")
-    return _of_bytes(codes, scales, dtype)
+    return _float4_matrix(codes, scales, dtype)
 
 
-def _of_bytes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
+def _float4_matrix(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
     """The matrix of bytes [out, in / 2] of e2m1, with a scale for each group of inputs."""
     return _scaled(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1), scales, "float4-weight-only", dtype)
 
@@ -150,7 +150,9 @@ def _state(stored: Tensor, name: str) -> _State:
     return state
 
 
-def _of_blocks(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+def _bitsandbytes_matrix(
+    packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Weight:
     """A matrix of bitsandbytes in four bits, two numbers in a byte, the first in the high bits.
 
     A block of its numbers, row after row, has a scale. Where rows end within blocks, groups are of what divides both.

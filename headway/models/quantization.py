@@ -103,7 +103,7 @@ class PackedMatrices:
         if self.layout == "llm.int8":
             return {"weight": (rows, columns), "SCB": (rows,)}
         if self.layout in ("nf4", "fp4"):
-            return _of_bitsandbytes(self, rows, columns)
+            return _bitsandbytes_shapes(self, rows, columns)
         if self.layout == "fp8":
             blocks = -(-rows // self.block_rows) if self.block_rows else 1
             return {"weight": (rows, columns), self.scale: (blocks, groups)}
@@ -131,7 +131,7 @@ class PackedMatrices:
         return shapes | ({"weight_g_idx": (columns,)} if self.ordered else {})
 
 
-def _of_bitsandbytes(packed: PackedMatrices, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _bitsandbytes_shapes(packed: PackedMatrices, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     """The matrix is cut into blocks row after row. The state is of any length, and says the shape that it has here."""
     blocks = -(-rows * columns // BLOCK_NUMBERS)
     shapes: dict[str, tuple[int, ...]] = {"weight": (-(-rows * columns // 2), 1), "weight.absmax": (blocks,)}
@@ -213,7 +213,7 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
     form = group.get("format") or section.get("format")
     if form == "pack-quantized":
         _check(group, {"input_activations": None})
-        return _in_groups(weights, ignored, form)
+        return _grouped(weights, ignored, form)
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return _float4(weights, ignored, str(form))
     if form == "float-quantized":
@@ -227,15 +227,15 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
         _check(activations, _ROW_ACTIVATIONS)
     if weights.get("num_bits") == 4:
         _check(weights, {"symmetric": True})
-        packed = _in_groups(weights, ignored, form)
+        packed = _grouped(weights, ignored, form)
         if packed.ordered:
             raise weights.error("actorder", f"is not supported with {form}; {_PLAIN_ONLY}")
-        return replace(packed, scheme="int4") if _in_steps(section, packed) else packed
+        return replace(packed, scheme="int4") if _has_scale_steps(section, packed) else packed
     _check(weights, _ROW_WEIGHTS)
     return PackedMatrices("int8" if rounds else "int8-weight-only", ignored)
 
 
-def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
+def _has_scale_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
     """Whether the scales of each row are whole multiples of one, as `headway quantize` writes them."""
     steps = section.get("scale_steps")
     if steps is None:
@@ -246,7 +246,7 @@ def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
     return True
 
 
-def _in_groups(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
+def _grouped(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
     """Whole numbers of which groups or rows share a scale."""
     _check(weights, {"type": "int", "dynamic": False})
     bits, strategy = _one_of(weights, "num_bits", (4, 8)), _one_of(weights, "strategy", ("group", "channel"))

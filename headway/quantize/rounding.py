@@ -40,10 +40,10 @@ class Rounded:
     @property
     def dense(self) -> Tensor:
         """The numbers that it stands for, float32."""
-        return (self.codes.float() - _each(self.zeros, self.codes)) * _each(self.scales, self.codes)
+        return (self.codes.float() - _per_input(self.zeros, self.codes)) * _per_input(self.scales, self.codes)
 
 
-def _each(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
+def _per_input(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
     """Repeat the numbers of groups for each of their inputs; 0.0 for none."""
     if of_groups is None:
         return 0.0
@@ -66,9 +66,9 @@ class Grid:
         if scheme.format == "nvfp4-pack-quantized":
             self._of_all = (6 * 448 / weight.abs().max().clamp(min=1e-30)).view(1)
         self._sizes = torch.ones(inputs) if sizes is None or not sizes.any() else sizes
-        self.scales, self.zeros = self._of(weight.view(rows, -1, scheme.group_size or inputs), dtype)
+        self.scales, self.zeros = self._fit(weight.view(rows, -1, scheme.group_size or inputs), dtype)
 
-    def _of(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _fit(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales, as they are stored, and zero points [out, groups]."""
         low, high = self._scheme.limits
         if self._scheme.in_steps:
@@ -90,7 +90,7 @@ class Grid:
 
     def codes(self, weight: Tensor, column: int | None = None) -> Tensor:
         """The nearest codes of a matrix, or of one column [out], as float32."""
-        scales, zeros = self._for(weight, column)
+        scales, zeros = self._scales_for(weight, column)
         codes = weight / scales + zeros
         low, high = self._scheme.limits
         if self._scheme.floats:
@@ -99,10 +99,10 @@ class Grid:
 
     def dense(self, weight: Tensor, column: int | None = None) -> Tensor:
         """The numbers that these codes stand for."""
-        scales, zeros = self._for(weight, column)
+        scales, zeros = self._scales_for(weight, column)
         return (self.codes(weight, column) - zeros) * scales
 
-    def _for(self, weight: Tensor, column: int | None) -> tuple[Tensor, Tensor]:
+    def _scales_for(self, weight: Tensor, column: int | None) -> tuple[Tensor, Tensor]:
         if column is not None:
             group = column // (self._scheme.group_size or column + 1)
             return self.scales[:, group], self.zeros[:, group]

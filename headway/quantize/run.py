@@ -69,7 +69,7 @@ def quantize(
     raw = read_json(folder / "config.json", "")
     config = replace(config, traits=found_traits(folder, config.traits))
     stacked = has_stacked_experts(folder, config.traits)
-    said = recipe.said(_ignored(config))
+    said = recipe.quantization_config(_ignored(config))
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None
     shapes = expected_tensors(config)

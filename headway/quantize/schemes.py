@@ -91,7 +91,7 @@ class Recipe:
             raise ValueError(f"--group-size {group_size}: {name} has {own}; leave --group-size out")
         return cls(replace(scheme, group_size=group_size or scheme.group_size), method, act_order)
 
-    def said(self, ignored: list[str]) -> dict[str, Any]:
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
         """The quantization_config of config.json."""
         scheme = self.scheme
         weights: dict[str, Any] = {
