@@ -155,7 +155,7 @@ class Engine(ABC):
             if self._next_engine is None:
                 raise
             yield died.at_ns
-            return self._go_on(died, self._next_engine())
+            return self._continue_in(died, self._next_engine())
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
@@ -166,11 +166,11 @@ class Engine(ABC):
             token_ns = choice.answer.token_ns
             token_ns.append(now)
             if len(token_ns) == choice.until_next:
-                self._heed(choice, now)
+                self._note_first_token(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
 
-    def _heed(self, choice: Choice, now: int) -> None:
+    def _note_first_token(self, choice: Choice, now: int) -> None:
         """A choice has had its first token, or its last one is due."""
         if choice.until_next == 1:
             choice.of.place.had_output(0, now)
@@ -255,7 +255,7 @@ class Engine(ABC):
 
     # --- engines that die ---------------------------------------------------------------------------
 
-    def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
+    def _continue_in(self, died: EngineDied, scheduler: Scheduler) -> None:
         """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.
 
         What it had not taken up is lost with it: requests are handed over again, and those given up have ended.

@@ -245,7 +245,7 @@ class Fleet:
         first = replace(arrival, request=with_fields(request, params=params, resumed=None), output_len=1)
         prompt_len = len(request.prompt_token_ids)
         since = answers[0].ledger if answers else Ledger(now)
-        seen = Answer(request.request_id, 0, prompt_len, since.began_ns, ledger=_same(since))
+        seen = Answer(request.request_id, 0, prompt_len, since.began_ns, ledger=_copy_of(since))
         self._route(first, [seen], PREFILL, now)
 
     def _route(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
@@ -266,7 +266,7 @@ class Fleet:
         if not is_known:
             self._keep(found)
         if replica.server.is_idle and now < self._until[chosen]:
-            self._go_on(chosen, now)
+            self._advance(chosen, now)
 
     def _refuse(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
         """Refuse a request, because there is no server that could take it."""
@@ -304,7 +304,7 @@ class Fleet:
             self._keep(answers)
         first.ledger.mark(Phase.KV_TRANSFER, now)
         for answer in answers:
-            answer.ledger = _same(first.ledger)
+            answer.ledger = _copy_of(first.ledger)
         self._route(arrival, answers, DECODE, now)
 
     def _keep(self, answers: list[Answer]) -> None:
@@ -318,7 +318,7 @@ class Fleet:
             _, known = self._halfway.pop(first.request_id)
             for answer in known:
                 answer.refused, answer.is_final = first.refused, first.is_final
-                answer.finish_reason, answer.ledger = first.finish_reason, _same(first.ledger)
+                answer.finish_reason, answer.ledger = first.finish_reason, _copy_of(first.ledger)
             answers = known or answers
             if not known:
                 self._keep(answers)
@@ -355,12 +355,12 @@ class Fleet:
             else:
                 self._begin(present.arrival, present.answers, now)
 
-    def _go_on(self, at: int, now: int) -> None:
+    def _advance(self, at: int, now: int) -> None:
         until = self._until[at] = self._lives[at].send(now)
         heapq.heappush(self._waits, (until, at))
 
 
-def _same(ledger: Ledger) -> Ledger:
+def _copy_of(ledger: Ledger) -> Ledger:
     same = Ledger(ledger.began_ns)
     same.mark_parts(ledger.phases_ns)
     return same

@@ -84,11 +84,11 @@ class Learnt:
 
     def _times(self, work: StepWork, count: int, now: int) -> StepTimes:
         between, forward, sampling = (
-            round(float(each)) for each in self._drawn(work.prefill_tokens > 0) * self.said(work, count)
+            round(float(each)) for each in self._drawn(work.prefill_tokens > 0) * self.mean_parts(work, count)
         )
         return StepTimes(now + between, now + between + forward, now + between + forward + sampling)
 
-    def said(self, work: StepWork, count: int) -> Floats:
+    def mean_parts(self, work: StepWork, count: int) -> Floats:
         """The parts of a step with that many sequences, without the spread."""
         sequences = (1.0, count)
         return np.array([self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences])
@@ -102,7 +102,9 @@ class Learnt:
     def slower(self, steps: list[RecordedStep]) -> float:
         """How many times as long other steps took, in all, as what is learnt says of their work."""
         means = [rows.mean(axis=0) for rows in self.ratios]
-        said = sum(float(means[step.work.prefill_tokens > 0] @ self.said(step.work, step.sequences)) for step in steps)
+        said = sum(
+            float(means[step.work.prefill_tokens > 0] @ self.mean_parts(step.work, step.sequences)) for step in steps
+        )
         return sum(step.between_ns + step.forward_ns + step.sampling_ns for step in steps) / said
 
 

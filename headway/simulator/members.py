@@ -15,7 +15,7 @@ from headway.policy.scheduler import Scheduler
 from headway.simulator.changes import Changes, changed
 from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica
-from headway.simulator.timing import OfReceivedPrompts
+from headway.simulator.timing import ReceivedPrompts
 
 # Servers of several kinds are compared by their time for a part of a prompt, and for a batch that decodes.
 _PROMPT, _BATCH = Chunk(2048), Chunk(1, 1024, 1, 64)
@@ -67,10 +67,10 @@ class Member:
     def replica(self) -> Replica:
         """Make this server as a part of the fleet."""
         made = self.deployed
-        timing = OfReceivedPrompts(made.timing) if self.kind.role == DECODE else made.timing
+        timing = ReceivedPrompts(made.timing) if self.kind.role == DECODE else made.timing
 
         def engine() -> Scheduler:
-            if isinstance(timing, OfReceivedPrompts):
+            if isinstance(timing, ReceivedPrompts):
                 timing.preempted.clear()
             return self.make().scheduler
 

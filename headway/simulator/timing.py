@@ -121,7 +121,7 @@ def _decodes_of(count: int, context: int) -> Chunk:
 
 
 @dataclass(slots=True)
-class _Otherwise(ABC):
+class _PartialTiming(ABC):
     """Steps take as long as `timing` says of steps with other prompts in them."""
 
     timing: DecodeTiming
@@ -138,7 +138,7 @@ class _Otherwise(ABC):
         return self.timing.decode_times(work, contexts, now)
 
 
-class DecodesFirst(_Otherwise):
+class DecodesFirst(_PartialTiming):
     """No sequence waits for another's prompt: a step takes as long as its decodes, or as its longest prompt chunk."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
@@ -146,7 +146,7 @@ class DecodesFirst(_Otherwise):
         return decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
 
 
-class OfCachedPrompts(_Otherwise):
+class CachedPrompts(_PartialTiming):
     """Only the last token of each prompt chunk takes time, as if the others were in the prefix cache."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
@@ -154,7 +154,7 @@ class OfCachedPrompts(_Otherwise):
 
 
 @dataclass(slots=True)
-class OfReceivedPrompts(_Otherwise):
+class ReceivedPrompts(_PartialTiming):
     """Only the last token of each prompt takes time, as another server computed it, unless it was preempted here."""
 
     preempted: set[int] = field(default_factory=set)  # by seq_id

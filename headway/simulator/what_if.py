@@ -18,7 +18,7 @@ from headway.report.parts import Cell, Table
 from headway.report.style import number
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.members import Deploy
-from headway.simulator.timing import DecodesFirst, OfCachedPrompts
+from headway.simulator.timing import CachedPrompts, DecodesFirst
 
 SLOWEST = 0.01  # of the requests are explained, by each metric its own
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
@@ -41,7 +41,7 @@ def _decodes_first(server: ServerOptions, scheduling: SchedulingOptions) -> Depl
 
 def _cached(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
     plain = deploy(server, scheduling)
-    return replace(plain, timing=OfCachedPrompts(plain.timing))
+    return replace(plain, timing=CachedPrompts(plain.timing))
 
 
 # Servers that lack one cause of slowness each, by their titles.
