@@ -67,7 +67,7 @@ def vllm_keys(
         "burstiness": settings.get("burstiness", 1.0),
         "max_concurrency": settings.get("max_concurrency"),
         **_totals(result, objectives, by_class),
-        **_per_request(result.records),
+        **_request_lists(result.records),
     }
     for name, latencies in _latencies(result.records).items():
         values |= _statistics(name, latencies, percentiles)
@@ -105,7 +105,7 @@ def _totals(
     }
 
 
-def _per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+def _request_lists(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     """Seconds; 0 or [] where a request had no tokens."""
     return {
         "input_lens": [prompt_tokens(record) for record in records],

@@ -113,13 +113,13 @@ class Session:
             about = self.server.about | {"on_this_machine": surroundings.is_here}
         if outcome.gave_up is not None:
             raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
-        outcome.settings = {**settings, **_what_happened(outcome)}
+        outcome.settings = {**settings, **_departures(outcome)}
         outcome.server = about | ({"metrics": metrics} if metrics else {})
         outcome.energy_joules = joules
         return outcome
 
 
-def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
+def _departures(outcome: LoadOutcome) -> dict[str, Any]:
     """How the run departed from its settings; empty when it did not."""
     happened = {
         "never_due": outcome.never_due,

@@ -235,7 +235,7 @@ class Dispatch:
         if self._closing or self._is_too_late(due.at_ns):
             return
         if due.at_ns <= time.monotonic_ns() and not self._stop.is_set():
-            return self._now_due(due)
+            return self._start_or_wait(due)
         entry = (due.at_ns, due.planned.index, due)
         heapq.heappush(self._later, entry)
         if self._later[0] is entry:
@@ -251,14 +251,14 @@ class Dispatch:
         try:
             now = time.monotonic_ns()
             while self._later and self._later[0][0] <= now:
-                self._now_due(heapq.heappop(self._later)[2])
+                self._start_or_wait(heapq.heappop(self._later)[2])
             if self._later:
                 self._alarm.set(self._later[0][0])
             self._check_finished()
         except Exception as error:
             self._fail(error)
 
-    def _now_due(self, due: _Due) -> None:
+    def _start_or_wait(self, due: _Due) -> None:
         full = self._max_concurrency is not None and len(self._under_way) >= self._max_concurrency
         if not full or due.loop is not None:
             return self._start(due, due.at_ns)

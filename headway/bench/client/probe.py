@@ -245,7 +245,7 @@ async def negotiate(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRe
         reply = await _ask(asker, candidate, GREETING, max_tokens=2)
         if reply.status not in _REFUSED or reply.failure is None:
             break
-        weaker = _without(candidate, reply.failure.message)
+        weaker = _reduced(candidate, reply.failure.message)
         if weaker is None:
             raise BenchError(f"the server refuses {_asked_for(candidate)} ({reply.failure.message})")
         candidate = weaker
@@ -284,7 +284,7 @@ async def _ask(asker: Asker, endpoint: Endpoint, prompt: Prompt, max_tokens: int
     return await asker.ask("POST", endpoint.route, fields)
 
 
-def _without(endpoint: Endpoint, said: str) -> Endpoint | None:
+def _reduced(endpoint: Endpoint, said: str) -> Endpoint | None:
     """The endpoint without what a refusal names, or without all that may be refused; None when nothing is left."""
     if "max_completion_tokens" in said and endpoint.max_tokens_field == "max_tokens":
         return dataclasses.replace(endpoint, max_tokens_field="max_completion_tokens")

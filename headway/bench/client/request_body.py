@@ -62,10 +62,10 @@ class BodyBuilder:
         elif self._api == "completions":
             asked = {"prompt": as_text(prompt), self._max_tokens_field: max_tokens}
         else:
-            asked = self._of_texts(as_texts(prompt))
+            asked = self._text_fields(as_texts(prompt))
         return {**asked, **self._fields, **extra_body}
 
-    def _of_texts(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
+    def _text_fields(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
         if self._api == "embeddings":
             return {"input": texts if len(texts) > 1 else texts[0]}
         query, documents = texts[0], texts[1:] or texts

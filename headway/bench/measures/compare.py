@@ -265,7 +265,7 @@ def _by_requests(
             difference = _refused(each, [a], [b])
             if each in drawn[0] and difference.a is not None and difference.b is not None:
                 moved = difference.b - difference.a
-                difference = _with(
+                difference = _with_estimate(
                     difference, moved, estimate(drawn[0][each], drawn[1][each], moved, freedom, confidence)
                 )
             found.append(difference)
@@ -299,7 +299,7 @@ def _by_runs(
         if difference.a is not None and difference.b is not None:
             values = [np.array([run.value(each) for run in runs], dtype=float) for runs in (a, b)]
             result = run_test(values[0], values[1], paired, confidence)
-            difference = _with(difference, difference.b - difference.a, result)
+            difference = _with_estimate(difference, difference.b - difference.a, result)
         found.append(difference)
     return found, "paired t-test over the runs of each seed" if paired else "Welch's t-test over the runs"
 
@@ -314,7 +314,7 @@ def _refused(statistic: Statistic, a: list[RunStatistics], b: list[RunStatistics
     return Difference(statistic.metric, statistic.name, values[0], values[1], needs=max(needs, default=None))
 
 
-def _with(difference: Difference, moved: float, result: Estimate) -> Difference:
+def _with_estimate(difference: Difference, moved: float, result: Estimate) -> Difference:
     ratio = difference.b / difference.a if difference.a and difference.b is not None else None
     return replace(difference, difference=moved, ratio=ratio, **asdict(result))
 

@@ -248,12 +248,12 @@ def _growth(run: _Run, first: int) -> _Finding:
             return _Finding(_describe(series, trend, backlog), certain=True, upwards=trend.per_s > 0)
         independent = np.sum(known) / autocorrelation_time(_ranks(values[known]))
         if independent < _MIN_INDEPENDENT and not finding.text:
-            way = _way(series, trend) if noticeable else f"{series.name} wanders"
+            way = _trend_text(series, trend) if noticeable else f"{series.name} wanders"
             finding = _Finding(f"{way}, too slowly to judge in this time: the run is too short")
     return finding
 
 
-def _way(series: _Series, trend: _Trend) -> str:
+def _trend_text(series: _Series, trend: _Trend) -> str:
     return f"{series.name} {'grows' if trend.per_s > 0 else 'falls'} by {series.words(trend.per_s)} per second"
 
 
@@ -264,7 +264,7 @@ def _describe(series: _Series, trend: _Trend, backlog: bool) -> str:
         why = OVERLOAD
     else:
         why = "the server, or the machine that it runs on, became slower"
-    return f"{_way(series, trend)}: {why}"
+    return f"{_trend_text(series, trend)}: {why}"
 
 
 def _backlog_grows(run: _Run, first: int) -> bool:

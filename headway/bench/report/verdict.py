@@ -36,7 +36,7 @@ def count(number_: int, thing: str) -> str:
 def banners(result: RunResult, summaries: Sequence[Summary], claims: Claims = USUAL) -> tuple[Banner, ...]:
     """The verdict, the gravest first. The summaries are those of `summarise_all`: the whole run first."""
     found = [
-        _nothing(result),
+        _no_answer(result),
         _interrupted(result),
         _client_bound(result),
         _spoilt(result, summaries),
@@ -106,10 +106,10 @@ def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Bann
         if (view := steady_or_whole(summaries)).attainment is not None
         and not (result.client.bound and outcome(view.attainment, target) == "missed")
     }
-    return (*found, _up_to(attained, target)) if attained else tuple(found)
+    return (*found, _highest_load(attained, target)) if attained else tuple(found)
 
 
-def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
+def _highest_load(attained: dict[float, Attainment], target: float) -> Banner:
     """Say up to which load the objectives held. The loads rise."""
     decided = {load: outcome(found, target) for load, found in attained.items()}
     wanted = f"{100 * target:g} % of the requests met their objectives"
@@ -171,7 +171,7 @@ def _main_views(summaries: Sequence[Summary]) -> list[Summary]:
     return [steady_or_whole(summaries), *(view for view in summaries if view.name.startswith("class "))]
 
 
-def _nothing(result: RunResult) -> Banner | None:
+def _no_answer(result: RunResult) -> Banner | None:
     if any(record.ok for record in result.records):
         return None
     if not result.records:

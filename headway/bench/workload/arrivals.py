@@ -131,15 +131,15 @@ class OnOff(Rated):
         return self.rate * (self.on_s + self.off_s) / self.on_s
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        return self._with_silence(Poisson(self.rate_on).offsets(count, rng))
+        return self._clock_times(Poisson(self.rate_on).offsets(count, rng))
 
     def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
         _positive("the duration in seconds", duration_s)
         cycles, rest = divmod(duration_s, self.on_s + self.off_s)
         on_time = cycles * self.on_s + min(rest, self.on_s)
-        return self._with_silence(Poisson(self.rate_on).offsets_until(on_time, rng))
+        return self._clock_times(Poisson(self.rate_on).offsets_until(on_time, rng))
 
-    def _with_silence(self, on_times: Times) -> Times:
+    def _clock_times(self, on_times: Times) -> Times:
         """Convert time that counts on-phases only to time on the clock."""
         return on_times + np.floor(on_times / self.on_s) * self.off_s
 

@@ -75,7 +75,7 @@ class Workload:
         """The same for the same requests at the same times, on any machine."""
         encoded = hashlib.sha256()
         for request in self.requests:
-            encoded.update(msgspec.json.encode(_as_ever(request)))
+            encoded.update(msgspec.json.encode(_hashed_fields(request)))
         return encoded.hexdigest()[:16]
 
 
@@ -129,7 +129,7 @@ def build_workload(
     )
 
 
-def _as_ever(request: PlannedRequest) -> dict[str, Any]:
+def _hashed_fields(request: PlannedRequest) -> dict[str, Any]:
     """The fields of a request. Later ones are left out if they are empty, so that fingerprints stay the same."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
     for name in ("headers", "cancel_after_s", "tenant"):
@@ -307,10 +307,10 @@ class _Writer:
             said = (tokens or 0) + answer
 
     def _prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
-        make = functools.partial(self._one, part, request, turn, turns)
+        make = functools.partial(self._one_prompt, part, request, turn, turns)
         return make() if self.texts is None else self.texts.made(self.maker, make(), make)
 
-    def _one(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
+    def _one_prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
         if request.text is not None:
             return self.maker.source.of_text(request.text)
         # Classes do not share blocks, whatever their ids.

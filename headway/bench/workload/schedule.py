@@ -97,7 +97,7 @@ def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """
     if spec.no_oversample and all(part.dataset.rows is None for part in parts):
         raise BenchError("--no-oversample does not apply, because no requests are read from a file; leave it out")
-    made = _schedule(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
+    made = _schedule(spec, parts) if parts[0].of_class.load is None else _own_arrivals(spec, parts)
     if not made.conversations:
         raise BenchError(f"no request arrives within --duration {spec.duration_s} s; raise the duration or the rate")
     if np.any(made.times > LATEST_S):  # false for NaN
@@ -122,16 +122,16 @@ def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
         raise BenchError("--time-scale does not apply, because no recorded times are replayed; leave it out")
     bounded = isinstance(spec.arrival, AllAtOnce) and spec.num_prompts is not None
     if spec.duration_s is not None and spec.arrival is not None and not bounded:
-        return _within(spec, parts, spec.duration_s)
+        return _within_duration(spec, parts, spec.duration_s)
     return _numbered(spec, parts)
 
 
-def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
+def _own_arrivals(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes with arrivals of their own, in order of time; closed loops come last."""
     made = []
     for part in parts:
         try:
-            made.append(_of_one_class(spec, part))
+            made.append(_class_schedule(spec, part))
         except BenchError as error:
             raise BenchError(f"class '{part.of_class.name}' of the mix: {error}") from None
     times = np.concatenate([each.times for each in made])
@@ -141,7 +141,7 @@ def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     return Schedule([conversations[place] for place in order], times[order], notes=notes)
 
 
-def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
+def _class_schedule(spec: WorkloadSpec, part: Part) -> Schedule:
     load = part.of_class.load
     assert load is not None
     replays = load.arrival is None and load.users is None
@@ -177,7 +177,7 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     return made
 
 
-def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
+def _within_duration(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
     """Draw as many conversations as the arrival process starts within the duration."""
     assert spec.arrival is not None
     _check_number(duration_s * (spec.arrival.mean_rate or 0.0))

@@ -82,7 +82,7 @@ def _is_word(text: str) -> bool:
 
 def _stable_words(tokenizer: Tokenizer, words: dict[int, str]) -> Alphabet | None:
     """The words that stay one token beside any other; None when there are too few."""
-    ids = _that_come_back(tokenizer, words)
+    ids = _round_tripping(tokenizer, words)
     if len(ids) < FEWEST_WORDS:
         return None
     texts = [words[i] for i in ids]
@@ -97,7 +97,7 @@ def _stable_words(tokenizer: Tokenizer, words: dict[int, str]) -> Alphabet | Non
 
 def _ordinary_tokens(tokenizer: Tokenizer, texts: dict[int, str]) -> Alphabet:
     printable = {i: text for i, text in texts.items() if text.isprintable() and text and text[:6] != "bytes:"}
-    ids = _that_come_back(tokenizer, printable)
+    ids = _round_tripping(tokenizer, printable)
     if len(ids) < FEWEST_WORDS:
         ids = list(printable)
     if len(ids) < 2:
@@ -106,7 +106,7 @@ def _ordinary_tokens(tokenizer: Tokenizer, texts: dict[int, str]) -> Alphabet:
     return replace(alphabet, stable=_is_stable(tokenizer, alphabet))
 
 
-def _that_come_back(tokenizer: Tokenizer, texts: dict[int, str]) -> list[int]:
+def _round_tripping(tokenizer: Tokenizer, texts: dict[int, str]) -> list[int]:
     """The ids, of the first MOST_MEMBERS, whose text alone is that token again."""
     ids = list(itertools.islice(texts, MOST_MEMBERS))
     alone = tokenizer.backend.encode_batch_fast([tokenizer.decode([i]) for i in ids], add_special_tokens=False)
