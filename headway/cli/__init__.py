@@ -79,7 +79,7 @@ _MUST_BE = {
 }
 
 
-def _of_value(error: Any) -> str | None:
+def _value_error(error: Any) -> str | None:
     """Names the option, its value and the limit, where pydantic refused the value."""
     errors, parameter = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
     if errors is None or parameter is None:
@@ -93,9 +93,9 @@ def _of_value(error: Any) -> str | None:
     return f"{name} is {found['input']!r}; {said.format(**found.get('ctx', {}))}" if said else None
 
 
-def _in_our_words(error: Any, message: str) -> str:
+def _usage_error(error: Any, message: str) -> str:
     """Say a usage error in our words. For an unknown option, this names what it is called here."""
-    if said := _of_value(error):
+    if said := _value_error(error):
         return said
     if message == "Missing option '--hardware'.":
         return "give --hardware, such as H100-SXM; `headway plan --list` lists all"
@@ -132,7 +132,7 @@ def main() -> NoReturn:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(say())
-        elif message := " ".join(_in_our_words(error, say()).split()):
+        elif message := " ".join(_usage_error(error, say()).split()):
             print(f"headway: {message}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

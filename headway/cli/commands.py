@@ -87,7 +87,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        said = _said(values[asked_for or "context"])
+        said = _given_keys(values[asked_for or "context"])
         _options.set(dict(_named(hints)))
         try:
             for name, hint in hints.items():
@@ -104,7 +104,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _said(context: typer.Context) -> frozenset[str]:
+def _given_keys(context: typer.Context) -> frozenset[str]:
     """Keys of the flags that were given, in whatever way."""
     sources = {key: context.get_parameter_source(key) for key in context.params}
     return frozenset(key for key, source in sources.items() if source is not None and source.name != "DEFAULT")

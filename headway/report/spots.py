@@ -74,8 +74,8 @@ def name_spots(
         )
         return x, y
 
-    taken = [_around(place(spot), spot.radius) for group in groups for spot in group]
-    taken += [_around(place(spot), 0.01) for spot in avoid]
+    taken = [_box_around(place(spot), spot.radius) for group in groups for spot in group]
+    taken += [_box_around(place(spot), 0.01) for spot in avoid]
     whole = _Box(0.0, 0.0, *size)
     for group, colour in zip(groups, colours, strict=True):
         for cluster in _clusters(group, place):
@@ -128,5 +128,5 @@ def _badness(box: _Box, taken: Sequence[_Box], whole: _Box) -> int:
     return sum(box.covers(other) for other in taken) + 10 * outside
 
 
-def _around(place: tuple[float, float], half: float) -> _Box:
+def _box_around(place: tuple[float, float], half: float) -> _Box:
     return _Box(place[0] - half, place[1] - half, place[0] + half, place[1] + half)

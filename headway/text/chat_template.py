@@ -110,7 +110,7 @@ def _strftime_now(form: str) -> str:
 
 
 @pass_context
-def _as_it_is(context: Context, value: Any) -> Any:
+def _unchanged(context: Context, value: Any) -> Any:
     return value
 
 
@@ -122,7 +122,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=_as_it_is,  # which needs a context, so that constants are not computed in advance
+            finalize=_unchanged,  # which needs a context, so that constants are not computed in advance
             extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
         )
         self.filters["tojson"] = _to_json

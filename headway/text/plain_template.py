@@ -98,7 +98,7 @@ class _Charging(NodeTransformer):
         self._inside -= 1
         node.target = target
         iterated: Any = node.iter
-        node.iter = self._filtered(iterated, "_few", [nodes.Const(cost)])
+        node.iter = self._filtered(iterated, "_paid_items", [nodes.Const(cost)])
         return node
 
     def visit_Macro(self, node: nodes.Macro, *args: Any, **kwargs: Any) -> nodes.Node:
@@ -166,7 +166,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             "replace": self._replace,
             "tojson": self._to_json,
             "_concat": lambda *values: self._sized("".join([str(self._simple(value)) for value in values])),
-            "_few": self._few,
+            "_paid_items": self._paid_items,
         }
         self.globals = dict(whole.globals)
         self._functions = {self.globals["raise_exception"], self.globals["strftime_now"], Namespace, safe_range}
@@ -240,7 +240,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             raise NotPlain
         return self._sized(super().call_binop(context, operator, left, right))
 
-    def _few(self, values: Any, price: int) -> Any:
+    def _paid_items(self, values: Any, price: int) -> Any:
         """The values that a loop goes through, after all its turns are paid for."""
         if not hasattr(values, "__len__"):
             values = list(islice(values, self.left + 1))

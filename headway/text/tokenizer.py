@@ -107,7 +107,7 @@ class Tokenizer:
             backend, left_out = _fitted(backend, described, vocab_size, path)
             for name, token in special_tokens.items():
                 if token in left_out and name in ("bos_token", "eos_token"):
-                    raise TextError(_beyond(f"{path}: {name} {token!r}", left_out[token], vocab_size))
+                    raise TextError(_id_error(f"{path}: {name} {token!r}", left_out[token], vocab_size))
         added = backend.get_added_tokens_decoder()
         own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_token_ids = stated_eos_ids(folder) | (set() if own_eos is None else {own_eos})
@@ -298,11 +298,11 @@ def _fitted(
         backend.no_padding()
         for token, number in zip((around := backend.encode("a")).tokens, around.ids, strict=True):
             if number >= vocab_size:
-                raise TextError(_beyond(f"{path}: {token!r}, which goes around each text,", number, vocab_size))
+                raise TextError(_id_error(f"{path}: {token!r}, which goes around each text,", number, vocab_size))
     return backend, beyond
 
 
-def _beyond(what: str, number: int, vocab_size: int) -> str:
+def _id_error(what: str, number: int, vocab_size: int) -> str:
     return f"{what} has the id {number}, but the model has {vocab_size:,} tokens; take the tokenizer of this model"
 
 
