@@ -100,7 +100,7 @@ class Experts:
         return chosen, torch.rand(tokens, self.per_token, device=device).softmax(1)
 
 
-def _some(machine: Machine, forms: dict[str, Format]) -> dict[str, Format]:
+def _selected(machine: Machine, forms: dict[str, Format]) -> dict[str, Format]:
     return dict(list(forms.items())[:2]) if machine.small else forms
 
 
@@ -112,9 +112,9 @@ def agreement(machine: Machine) -> Tasks:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _MOST_WRONG}
     found: Tasks = {}
     for short, dtype in dtypes.items():
-        for name, form in _some(machine, FORMATS).items():
+        for name, form in _selected(machine, FORMATS).items():
             found[f"product {name}, {short}"] = partial(_exact_product, machine, form, dtype)
-        for name, form in _some(machine, EXPERT_FORMATS).items():
+        for name, form in _selected(machine, EXPERT_FORMATS).items():
             found[f"experts {name}, {short}"] = partial(_exact_experts, machine, form, dtype)
     return found
 
@@ -168,9 +168,9 @@ def _held(row: Row, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
 def kernels(machine: Machine, measure: Measure) -> Tasks:
     """One for each format, and experts of gpt-oss-20b's shape."""
     found: Tasks = {}
-    for name, form in _some(machine, FORMATS).items():
+    for name, form in _selected(machine, FORMATS).items():
         found[f"packed product {name}"] = partial(_products, machine, form, measure)
-    for name, form in _some(machine, EXPERT_FORMATS).items():
+    for name, form in _selected(machine, EXPERT_FORMATS).items():
         found[f"experts {name}"] = partial(_experts, machine, form, measure)
     return found
 

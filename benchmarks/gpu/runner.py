@@ -198,10 +198,10 @@ def _last_words(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").split("\n")
-    return "\n".join(list(_said(lines))[-_LAST_LINES:])
+    return "\n".join(list(_row_said(lines))[-_LAST_LINES:])
 
 
-def _said(lines: list[str]) -> Iterator[str]:
+def _row_said(lines: list[str]) -> Iterator[str]:
     for line in lines:
         if text := line.rstrip():
             yield "".join(each if each.isprintable() else "?" for each in text)[:300]
