@@ -205,7 +205,7 @@ class Checkpoint:
         try:
             self._file_of = self._locate(folder, expected)
             self._handles = {path: self._open(path) for path in sorted(set(self._file_of.values()))}
-            self._check(folder, expected)
+            self._check(expected)
         except BaseException:
             self._stack.close()
             raise
@@ -272,7 +272,7 @@ class Checkpoint:
         except OSError as error:
             raise ModelError(f"{path}: cannot be opened ({error}); download it again") from error
 
-    def _check(self, folder: Path, expected: Shapes) -> None:
+    def _check(self, expected: Shapes) -> None:
         names_in = {path: set(handle.keys()) for path, handle in self._handles.items()}
         for name, shape in expected.items():
             path = self._file_of[name]
