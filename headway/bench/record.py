@@ -46,7 +46,7 @@ class RequestRecord:
     """One request as the client saw it; a time of 0 has not come.
 
     Args:
-        index, class_name, tenant: of the PlannedRequest.
+        index, class_name, tenant: the fields of the PlannedRequest.
         scheduled_ns: when it was due. In a closed loop, and for a later turn, when it became due.
         sent_ns: just before its first byte was handed to the socket (a new connection's set-up comes after).
         connected_ns: when its connection stood; equal to sent_ns where one was kept open.
@@ -55,7 +55,7 @@ class RequestRecord:
         chunk_tokens: tokens of each such chunk where the server says so (continuous usage), else 1 each; 0 of vectors.
         tokens_per_chunk_known: chunk_tokens are the server's word.
         end_ns: when the response was complete, or failed.
-        prompt_tokens, output_tokens, cached_tokens: by the server's `usage`; None where it gave none.
+        prompt_tokens, output_tokens, cached_tokens: their numbers by the server's `usage`; None where it gave none.
         planned_prompt_tokens, planned_output_tokens: what was asked for.
         resent: how often it was sent again on a new connection, as the server had closed the one that was kept open.
         timings: Headway's `timings` object, where asked for and given.
@@ -139,7 +139,7 @@ class ClientHealth:
     Args:
         loop_lag_ms: how late the event loop ran a timer, one sample every `sample_interval_s`.
         backlog_bytes: bytes that waited unread in the sockets, summed over them, at each sample.
-        start_lag_ms: for each request of an open loop, sent_ns - scheduled_ns.
+        start_lag_ms: sent_ns - scheduled_ns of each request of an open loop.
         cpu_share: processor seconds of this process per second of the run (1.0 is a whole core).
         reasons: why the run as a whole is client-bound, a sentence each; empty when it is not.
     """
@@ -163,12 +163,12 @@ class RunResult:
     Args:
         settings: JSON-able: base_url, model, endpoint, workload, arrivals, request_rate (requests/s; None where
             there is none), max_concurrency, seed, goodput, ... as the command line said them.
-        records: of the measured requests (no warm-ups), by index.
-        began_ns, ended_ns: from the start of the schedule to the end of the last request.
+        records: the records of the measured requests (no warm-ups), by index.
+        began_ns, ended_ns: the start of the schedule, and the end of the last request.
         interrupted: stopped by the user before all requests were done.
         server: what the server says of itself: name, version, model, max_model_len; and `metrics`, the change
             of its own metrics over the run, where it has some.
-        energy_joules: of the machine over the run, where power can be read; None elsewhere.
+        energy_joules: the energy of the machine over the run, where power can be read; None elsewhere.
         probes: short requests that were sent beside the load; they are in none of its numbers.
     """
 

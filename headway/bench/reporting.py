@@ -61,7 +61,8 @@ class Reporting:
 
     Args:
         stop: is set when the user has had enough.
-        out: for results; progress: for what happens meanwhile.
+        out: the console for results.
+        progress: the console for what happens meanwhile.
     """
 
     title: str | None = None
@@ -85,7 +86,7 @@ class Reporting:
         """The numbers of a run.
 
         Args:
-            price_per_hour: of all servers; None is that of the claims.
+            price_per_hour: the price of all servers; None is that of the claims.
         """
         claims = self.claims
         summaries = summarise_all(

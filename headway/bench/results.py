@@ -44,11 +44,11 @@ def to_json(
     """All that is known of a run, as an object for `write_json`.
 
     Args:
-        summaries: of `summarise_all`.
-        percentiles: of the keys of `vllm bench serve` (`p99_ttft_ms` and so on); those are plain numbers, however few
-            requests there were. Ours are in the summaries, with intervals, or null where the claim is refused.
+        summaries: the summaries of `summarise_all`.
+        percentiles: those in the keys of `vllm bench serve` (`p99_ttft_ms` and so on); those are plain numbers, however
+            few requests there were. Ours are in the summaries, with intervals, or null where the claim is refused.
         save_detailed: the lists of `vllm bench serve --save-detailed` too.
-        date: of the result; None is now.
+        date: the date of the result; None is now.
     """
     keys = vllm_keys(
         result, percentiles, objectives, objectives_by_class, date or datetime.now().astimezone(), save_detailed

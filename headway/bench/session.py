@@ -82,8 +82,8 @@ class Session:
 
         Args:
             settings: what is kept with the result as what was asked for.
-            cache_salt: of all requests; for a server that honours one.
-            keep_text: of all answers; those that later turns need are kept in any case.
+            cache_salt: the salt of all requests; for a server that honours one.
+            keep_text: whether to keep the texts of all answers. Those that later turns need are kept in any case.
             The rest: see `run_load`.
 
         Raises:

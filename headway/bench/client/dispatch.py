@@ -75,7 +75,7 @@ class _Due:
     """A request and when it is due.
 
     Args:
-        prompt: of a later turn.
+        prompt: the prompt of a later turn.
         loop: the closed loop whose user sends it; None in an open loop.
         after: further turns of this user.
     """
@@ -91,9 +91,10 @@ class Dispatch:
     """Sends the requests of one run; go() once.
 
     Attributes:
-        records: of all requests that were due, in no particular order.
+        records: the records of all requests that were due, in no particular order.
         began_ns: time 0 of the schedule.
-        waited_for_place, longest_wait_ns: of requests that were due while max_concurrency were under way.
+        waited_for_place, longest_wait_ns: how many requests were due while max_concurrency were under way, and the
+            longest wait of one.
         abandoned_in_flight: how many had to be cancelled.
         interrupted: `stop` ended it.
     """

@@ -39,8 +39,8 @@ class Endpoint:
         include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
         include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
         max_tokens_field: max_tokens or max_completion_tokens.
-        timeout_s: of a whole request, from before it connects to the end of its response.
-        connect_timeout_s: of a new connection.
+        timeout_s: the longest time of a whole request, from before it connects to the end of its response.
+        connect_timeout_s: the longest time of a new connection.
         insecure: accept any TLS certificate.
 
     Raises:

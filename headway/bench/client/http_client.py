@@ -23,7 +23,7 @@ class HttpClient:
     """Connections to one address, kept open and used again, the latest first.
 
     Args:
-        connect_timeout_s: for looking up the name, connecting and the TLS handshake together.
+        connect_timeout_s: the longest time for looking up the name, connecting and the TLS handshake together.
         insecure: accept any certificate.
 
     Attributes:

@@ -41,9 +41,9 @@ class LoadOutcome(RunResult):
         never_due: requests whose time had not come when the run ended; they have no records.
         waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
             did, the load was not that of the schedule. Their latency from the schedule holds the wait.
-        longest_wait_ms: of these.
+        longest_wait_ms: the longest wait of these.
         abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
-        warm_up_failures: of those warm-ups that failed.
+        warm_up_failures: the failures of those warm-ups that failed.
         gave_up: why nothing was measured: all warm-ups failed. None otherwise.
     """
 
@@ -77,7 +77,7 @@ async def run_load(
 
     Args:
         client: keeps the answer's text (RequestRecord.text) of every request that another follows.
-        requests: of one run; in mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
+        requests: those of one run. In mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
         mode: see LoadMode.
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
         users: in mode OPEN, of classes that are closed loops of their own.

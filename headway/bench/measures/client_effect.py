@@ -57,8 +57,8 @@ def with_client(
     """The distributions, each percentile with what the client may have added to it.
 
     Args:
-        found: by metric.
-        tokens: of an answer, on average.
+        found: the distribution of each metric.
+        tokens: the tokens of an answer, on average.
     """
     delays = {claim.p: Delay.of(client, claim.p) for each in found.values() for claim in each.percentiles}
     return {
@@ -86,8 +86,8 @@ def reasons(client: ClientHealth, records: Iterable[RequestRecord], waited_share
     """Why the run as a whole is not valid, a sentence each; none where it is.
 
     Args:
-        client: with everything but its reasons.
-        records: of the run.
+        client: the client's health, with everything but its reasons.
+        records: the records of the run.
         waited_share: part of the run in which the client was ready to run and had no core.
     """
     latencies = Latencies.of(records)

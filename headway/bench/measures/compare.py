@@ -104,8 +104,8 @@ def compare(
     Args:
         objectives, objectives_by_class: in ms, for both sides. Without the former it is the setting `goodput` where
             all runs have the same; without any there is no attainment.
-        confidence: of each interval; the chance that any verdict "real" is wrong is at most 1 - confidence.
-        resamples, seed: of the bootstrap. The same seed gives the same verdicts.
+        confidence: that of each interval. The chance that any verdict "real" is wrong is at most 1 - confidence.
+        resamples, seed: the number of resamples, and the seed of the bootstrap. The same seed gives the same verdicts.
 
     Raises:
         BenchError: a number of runs that cannot be compared, or runs without completed requests.

@@ -52,8 +52,8 @@ def effective_count(values: np.ndarray, groups: np.ndarray | None = None) -> flo
 
     Args:
         values: in arrival order.
-        groups: for each value the number of the group (the request) that it belongs to, rising in arrival order of
-            the groups. Values of a group depend on each other, and so do neighbouring groups.
+        groups: the number of the group (the request) that each value belongs to, rising in arrival order of the groups.
+            Values of a group depend on each other, and so do neighbouring groups.
     """
     n = len(values)
     if n == 0:

@@ -28,7 +28,7 @@ def distribution(
         percentiles: each 0 < p < 100.
         groups: shape (n,), for each value the request it belongs to, rising in arrival order; None when every value
             is a request of its own. Below the number of requests that their P50 takes, no claim is made.
-        confidence: of each interval, two-sided.
+        confidence: the confidence of each interval, two-sided.
     """
     values = np.asarray(values, dtype=float)
     if not len(values):

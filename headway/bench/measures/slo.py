@@ -94,7 +94,7 @@ def attainment(
         duration_s: seconds that the goodput is counted over.
         by_class: objectives of classes that have their own; `objectives` are those of all other requests.
         since: latencies count from when requests were due, or from their send (as `vllm bench serve` does).
-        confidence: of the interval around the share that met, which allows for requests that depend on each other.
+        confidence: that of the interval around the share that met, which allows for requests that depend on each other.
 
     Returns:
         None where no request has objectives. The keys of Attainment.objectives are `ttft` and so on, and

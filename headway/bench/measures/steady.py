@@ -80,8 +80,8 @@ def find_steady_window(records: Iterable[RequestRecord], began_ns: int, ended_ns
     """The steady state of a run, for open and closed loops.
 
     Args:
-        records: of the run, in any order; those that never became due are left out.
-        began_ns, ended_ns: of the run.
+        records: the records of the run, in any order; those that never became due are left out.
+        began_ns, ended_ns: the begin and the end of the run.
 
     Returns:
         A window [began_ns, ended_ns) of times at which requests were due. Where there is no steady state it is the

@@ -77,10 +77,10 @@ def summarise(
     Args:
         window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
             or a window that was not found, is the whole run.
-        part: of the requests with this class_name or tenant only; None is all.
+        part: only requests with this class_name or tenant count; None is all.
         percentiles: 0 < p < 100, of every distribution.
         objectives, objectives_by_class: in ms, see `slo.attainment`.
-        price_per_hour: of the machine. There is no cost of a part: all share the machine.
+        price_per_hour: the price of the machine. There is no cost of a part: all share the machine.
 
     Returns:
         Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.

@@ -34,7 +34,7 @@ class Startup:
     """What the server said when it was ready.
 
     Args:
-        seconds: from the start of its process.
+        seconds: seconds from the start of its process.
         api_stages: seconds of the API process's own stages.
     """
 
@@ -66,10 +66,10 @@ class LocalServer:
     process dies without having been able to.
 
     Args:
-        arguments: of `headway serve`; host and port are chosen here.
-        timeout_s: for it to become ready.
+        arguments: the arguments of `headway serve`; host and port are chosen here.
+        timeout_s: the longest time for it to become ready.
         on_line: hears what it writes on stderr while it starts.
-        command: that the arguments are given to.
+        command: the command that the arguments are given to.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class ProfileOptions(ModelOptions):
     Args:
         prompt_lens: None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
         output_len: at least 2, as the first token comes from the prompt's step.
-        percentiles: of TTFT, TPOT and TTLT.
+        percentiles: the percentiles of TTFT, TPOT and TTLT.
         result_name: an existing folder of that name is replaced.
     """
 

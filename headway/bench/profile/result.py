@@ -27,9 +27,9 @@ class LengthProfile:
     """Requests of one prompt length.
 
     Args:
-        prompt_tokens: by the server's count, the median of the requests.
+        prompt_tokens: the median over requests, by the server's count.
         latencies: ttft_ms, tpot_ms and ttlt_ms (time to last token), from the send.
-        medians_ms: of the same, however few requests there are; without those that none has.
+        medians_ms: the medians of the same, however few requests there are; without those that none has.
         stages_ms: see typical_stages.
         prefill, decode: None where the server gave no ledger. Decode is the mean step after the first token.
     """

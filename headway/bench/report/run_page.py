@@ -52,7 +52,7 @@ def comparison_page(comparison: Comparison, sides: Mapping[str, tuple[RunResult,
     """The report of a comparison.
 
     Args:
-        sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
+        sides: a run of each side, a first, with what `summarise_all` makes of it, by the name of the side.
     """
     a, b = sides
     first = comparison_section(comparison, a, b)

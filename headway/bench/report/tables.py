@@ -344,7 +344,7 @@ def sweep_table(
     """A row for each run of a sweep or search, in the order given; a narrow one without intervals.
 
     Args:
-        names: of the runs; None tells them apart by their loads, which `load` is the heading of.
+        names: the names of the runs; None tells them apart by their loads, which `load` is the heading of.
     """
     rows = []
     wholes = [summaries[0] for _, summaries in runs]

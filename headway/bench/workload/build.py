@@ -46,11 +46,11 @@ class Workload:
 
     Args:
         description: what is sent, for titles; arrivals: when.
-        requests: by index, the turns of a conversation one after the other; first turns in order of time.
-        seed: that their prompts were made with.
+        requests: requests by index, the turns of a conversation one after the other; first turns in order of time.
+        seed: the seed that their prompts were made with.
         notes: what was left out, clipped, repeated or estimated, a sentence each.
-        classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
-        users: of those classes of a mix that are closed loops, by name.
+        classes: the classes of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
+        users: the users of those classes of a mix that are closed loops, by name.
     """
 
     description: str
@@ -95,7 +95,7 @@ def build_workload(
         chat: requests go to /v1/chat/completions: conversations become messages.
         context: tokens that the model has room for, for lengths that were left open; None where it is not known.
         progress: called now and then while prompts are made.
-        texts: of a request, where nothing is generated; None where answers are.
+        texts: the texts of a request, where nothing is generated; None where answers are.
 
     Raises:
         BenchError: a flag, a file or a combination that cannot be; one line.

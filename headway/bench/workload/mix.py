@@ -56,7 +56,7 @@ class ClassLoad:
 
     Args:
         arrival: None takes the recorded times of its trace, or leaves them to the users of a closed loop.
-        users: of a closed loop; None where there is none.
+        users: the users of a closed loop; None where there is none.
         num_prompts: most requests of the class; None is as many as come within the run's duration.
     """
 
@@ -75,12 +75,12 @@ class MixClass:
     """One class.
 
     Args:
-        share: of all requests, later turns of conversations included; shares of a mix add up to 1. Without a meaning
-            where there is a `load`.
+        share: that of all requests, later turns of conversations included; shares of a mix add up to 1. Without a
+            meaning where there is a `load`.
         options: where its requests come from.
         objectives: {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
         extra_body: fields of each request's body, those of BODY_KEYS among them.
-        headers: of each request.
+        headers: headers of each request.
         tenant: whose they are.
         load: its own arrivals; None where one process is for all classes.
     """

@@ -59,7 +59,7 @@ class TokenSource(Protocol):
     """An alphabet, and how its members become a prompt. It has no state: the same members are the same prompt.
 
     Attributes:
-        size: of the alphabet; members are 0 .. size - 1.
+        size: the size of the alphabet; members are 0 .. size - 1.
         openers: members that a prompt may start with, of shape [n].
         added_tokens: how many tokens the server puts around a prompt (a beginning-of-text token, a chat template).
         token_ids: prompts are token ids, which chats and conversations cannot use.

@@ -46,7 +46,7 @@ class Schedule:
     """Conversations in the order of their coming.
 
     Args:
-        times: of their first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
+        times: those of first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
         recorded: the times are the trace's own.
     """
 

@@ -44,7 +44,7 @@ class Alphabet:
     """Tokens that prompts are made of.
 
     Attributes:
-        ids, texts: of each member, as lists of the same length.
+        ids, texts: the ids and texts of each member, as lists of the same length.
         openers: members that stay one token when a chat template trims the space in front of them.
         stable: members written one after the other become the same tokens again, whatever they are. Then the length
             of a text is known without looking.
@@ -173,9 +173,9 @@ class TokenIdSource:
     """Token ids, for /v1/completions: exact by construction, and nothing is added to them.
 
     Args:
-        ids: of ordinary tokens, 2 or more.
+        ids: the ids of ordinary tokens, 2 or more.
         openers: positions in `ids` that a prompt may start with; None for all.
-        tokenizer: for texts that must become ids.
+        tokenizer: a tokenizer for texts that must become ids.
     """
 
     token_ids = True
