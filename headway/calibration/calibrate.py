@@ -52,9 +52,9 @@ def calibrate(
     """Measure this machine and this engine on it. It wants the machine to itself.
 
     Args:
-        name: of the entry; None makes one from the processor's or GPU's name.
+        name: the name of the entry; None makes one from the processor's or GPU's name.
         device: auto, cpu or cuda.
-        threads: of a CPU; None takes one for each core that this process may use.
+        threads: threads of a CPU; None takes one for each core that this process may use.
         effort: quick (some seconds, and coarse), default (about a minute) or full (some minutes).
         amount: what to measure, in place of what the effort names.
 

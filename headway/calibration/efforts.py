@@ -29,7 +29,7 @@ class Effort:
         batches: numbers of sequences in a step of the tiny models.
         steps: the number of such steps in a round.
         pool: bytes of weights and caches, unless the largest read by which the bandwidth was measured is more.
-        peaks_share: of the whole time, roughly, that goes to the machine's peaks before all this.
+        peaks_share: the share of the whole time, roughly, that goes to the machine's peaks before all this.
     """
 
     rounds: int

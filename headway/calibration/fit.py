@@ -34,8 +34,9 @@ def fit(hardware: Hardware, samples: Sequence[Sample], kernel_call_s: float, sha
     """The efficiency that describes the samples best.
 
     Args:
-        kernel_call_s: of a kernel with nothing to do; taken off the pieces, as steps have gaps of their own.
-        shape: of the model whose steps were timed, by its layers.
+        kernel_call_s: the time of a kernel with nothing to do. It is taken off the pieces: steps have gaps of their
+            own.
+        shape: the shape of the model whose steps were timed, by its layers.
     """
     found: dict[Kind, list[Sample]] = {kind: [each for each in samples if each.piece.kind is kind] for kind in Kind}
     elements = _elements(hardware, found[Kind.ELEMENTS])

@@ -45,8 +45,8 @@ class HostBench:
     """The engine with a tiny model of random weights, in this process.
 
     Args:
-        layers: of the model; each adds ten kernels to a step and little else.
-        steps: that are timed at a time.
+        layers: the number of layers of the model; each adds ten kernels to a step and little else.
+        steps: the number of steps that are timed at a time.
     """
 
     def __init__(self, layers: int, device: str, threads: int | None, steps: int) -> None:

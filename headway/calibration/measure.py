@@ -51,7 +51,7 @@ class Effort:
     """How long to measure.
 
     Args:
-        budget_s: for each implementation and size.
+        budget_s: the seconds for each implementation and size.
         read_sizes: bytes, beside one far larger than the cache.
         gemm_sizes: sides of square matrices.
     """
@@ -80,7 +80,7 @@ def measure(
 
     Args:
         device: auto, cpu or cuda.
-        threads: of a CPU; None takes as many as the engine would.
+        threads: threads of a CPU; None takes as many as the engine would.
         quick: some seconds; otherwise more sizes and repeats, about a minute.
         on_stage: hears what is measured next.
 

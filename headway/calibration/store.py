@@ -31,15 +31,15 @@ class CalibratedMachine:
     """A machine as it was measured, and what this engine reaches of it.
 
     Args:
-        threads: of the CPU that took part; 0 on a GPU.
+        threads: threads of the CPU that took part; 0 on a GPU.
         date: ISO 8601, of the measurement.
         versions: of headway, torch and whatever else the figures depend on.
-        rounds: that each sample was measured in.
-        seconds: that all of it took.
-        peaks: of the device, with repeats and scatter.
+        rounds: the number of rounds that each sample was measured in.
+        seconds: seconds that all of it took.
+        peaks: the peaks of the device, with repeats and scatter.
         samples: what the efficiency was fitted to.
-        fit_error: by kind of sample, median of |fitted / measured - 1|.
-        residuals: by kind of sample, factors on what is fitted between which four in five runs lie.
+        fit_error: the error by kind of sample, median of |fitted / measured - 1|.
+        residuals: the residuals by kind of sample, factors on what is fitted between which four in five runs lie.
         busy: why the figures may be too low; None when the machine was quiet.
     """
 
