@@ -76,9 +76,9 @@ class ModelConfig:
         routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
-        rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
-        rotated: for each layer, whether queries and keys have rotary positions.
-        local_rope: of layers with a window, where it is another one.
+        rms_norm_eps: the epsilon of norms, those of the residual stream apart (see `residual_eps`).
+        rotated: whether queries and keys have rotary positions, for each layer.
+        local_rope: the RoPE of layers with a window, where it is another one.
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
         headless: the checkpoint has no output layer, so nothing can be generated.

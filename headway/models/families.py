@@ -37,7 +37,7 @@ class Traits:
         norm_offset: how much more the weights of norms are than what is stored.
         stored: parts of tensors' names as the decoder has them, and as the checkpoint does.
         unused: how names of tensors begin that the decoder does not need.
-        turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
+        turns_neighbours: rotation takes neighbours in queries and keys together, not the halves of what is rotated.
         within: the checkpoint has parts that read images too.
         norms_behind: queries and keys are normed behind their rotation.
         inputs_first: stacked experts are stored as [E, in, out].

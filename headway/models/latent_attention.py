@@ -25,10 +25,10 @@ class LatentWeights:
 
     Args:
         lowered: hidden -> queries or, with a norm of them, what they are made of; then the latent, and R.
-        query_norm: of what queries are made of; None where they are made at once.
+        query_norm: the norm of what queries are made of; None where they are made at once.
         raised: what queries are made of -> queries: N of all heads, then R of all heads. None likewise.
         latent_norm: [C].
-        to_keys, to_values: of each head, N -> C and C -> V.
+        to_keys, to_values: the products of each head, N -> C and C -> V.
     """
 
     lowered: Linear

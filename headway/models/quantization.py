@@ -42,7 +42,7 @@ class PackedMatrices:
             packed; int4, of whose row all scales are whole multiples of one; or int4-weight-only, int8-weight-only,
             float8-weight-only, float4-weight-only or normal4-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
+        layout: that of tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
             fp8, nvfp4, nvfp4-modelopt, mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
