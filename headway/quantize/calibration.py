@@ -30,7 +30,7 @@ class Calibration:
         """Token ids of each piece, all of one length.
 
         Args:
-            longest: that the model can take.
+            longest: the most tokens that the model can take.
 
         Raises:
             ValueError: the text cannot be read, or is too short; or a sample is too long.

@@ -16,8 +16,8 @@ class Feeder:
     """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads.
 
     Args:
-        first: of the rows.
-        heads: that the rows are of, each as long; inputs have `times` heads for each.
+        first: the first of the rows.
+        heads: heads that the rows are of, each as long; inputs have `times` heads for each.
     """
 
     layer: str
@@ -41,8 +41,8 @@ class Folds:
     """Finds where the scales of inputs go: into the norm before a product, or into rows of the product before.
 
     Args:
-        norms: by the names of layers with one input: the norm that makes it.
-        experts: by the names of routers: the layers of experts that have their input.
+        norms: the norm that makes the input of layers, by the names of layers that share an input.
+        experts: the layers of experts that share the input of a router, by its name.
         plain: names of layers that are not quantised and have an input that others have.
     """
 

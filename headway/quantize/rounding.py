@@ -55,8 +55,9 @@ class Grid:
 
     Args:
         weight: float32 [out, in].
-        dtype: of scales.
-        sizes: of the squares of inputs [in]; where a scale is the one that loses least, large inputs count for more.
+        dtype: the dtype of scales.
+        sizes: the size of the square of each input [in]. Large inputs count for more when the scale that errs least is
+            found.
     """
 
     def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype, sizes: Tensor | None = None) -> None:

@@ -15,7 +15,7 @@ class Scheme:
     """How matrices are rounded, and in which of compressed-tensors' formats they are written.
 
     Args:
-        bits: of a weight.
+        bits: the bits of a weight.
         group_size: inputs that share a scale; None: all of a row.
         symmetric: there are no zero points.
         floats: weights become e4m3 or, of four bits, e2m1, and not whole numbers.

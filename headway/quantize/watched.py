@@ -48,7 +48,7 @@ class WatchedLinear:
     """A product that asks for its matrix when it first has inputs.
 
     Args:
-        names: of the layers whose rows stand one under the other.
+        names: the names of the layers whose rows stand one under the other.
         weight: as it was read; where the file is mapped, it takes no memory.
     """
 
