@@ -22,7 +22,7 @@ class Marks:
     """Points of one kind: FLOPs per byte across, FLOP/s in the unit of the plot up.
 
     Args:
-        marker: of matplotlib.
+        marker: a marker of matplotlib.
         colour: a name of the palette.
     """
 

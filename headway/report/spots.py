@@ -60,9 +60,9 @@ def name_spots(
 
     Args:
         axes: logarithmic both ways, with its final limits.
-        groups: of spots, those that matter most first.
+        groups: groups of spots, those that matter most first.
         avoid: places of a line that names should not cover.
-        size: of the axes, about, in inches.
+        size: the size of the axes, about, in inches.
     """
     limits = axes.get_xlim(), axes.get_ylim()
 

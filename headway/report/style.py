@@ -165,7 +165,7 @@ def new_figure(
     Args:
         width, height: inches; the page shows 8 inches as the full width of its column.
         x, y: labels of the axes, the same for all panels or one for each.
-        subplots: for Figure.subplots: sharex, width_ratios, ...
+        subplots: arguments for Figure.subplots: sharex, width_ratios, ...
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
