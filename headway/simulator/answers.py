@@ -39,7 +39,7 @@ class Answer:
         finish_reason: None where the request was refused.
         refused: why it was, in words.
         is_final: it would have been refused at any time.
-        ledger: from its arrival to its end.
+        ledger: the ledger from its arrival to its end.
     """
 
     request_id: str
@@ -71,7 +71,7 @@ class Present:
     """A request that has not ended.
 
     Args:
-        choices: that the engine has.
+        choices: choices that the engine has.
         left: how many choices have not ended.
         reservation: its number, where there are quotas.
     """

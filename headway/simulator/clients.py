@@ -63,13 +63,14 @@ class Clients:
     """The clients of one run.
 
     Args:
-        classes: of the server.
+        classes: the classes of the server.
         max_concurrency: most requests under way in an open loop; users of a closed one.
         duration_s: what is due later is not sent.
 
     Attributes:
-        records: of all requests that were due.
-        waited_for_place, longest_wait_ns: of those that were due while max_concurrency were under way.
+        records: the records of all requests that were due.
+        waited_for_place, longest_wait_ns: how many requests were due while max_concurrency were under way, and the
+            longest wait of one.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Engine(ABC):
 
     Attributes:
         now: the time.
-        steps: that were run.
+        steps: the log of the steps that were run.
         is_idle: it goes on as soon as something comes.
     """
 

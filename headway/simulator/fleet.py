@@ -76,8 +76,8 @@ class Replica:
 
     Args:
         role: prefill computes prompts, and decode the rest, of the same requests; empty does both.
-        weight: by which routers divide its load.
-        handover: of what it has computed of prompts.
+        weight: the weight by which routers divide its load.
+        handover: the handover of what it has computed of prompts.
         started_ns: it costs from then on.
         ready_ns: it takes requests from then on.
         left_ns: it takes no more requests, but ends those that it has; NEVER while it stays.
@@ -113,8 +113,8 @@ class Fleet:
     if nothing of its answer was sent.
 
     Args:
-        servers: that nothing has come to, without clients of their own.
-        router: that has chosen nobody yet; each role has one like it.
+        servers: servers that nothing has come to, without clients of their own.
+        router: a router that has chosen nobody yet; each role has one like it.
         after, sends: clients that wait for answers, as of `simulate`.
         scaling: None leaves the servers as they are.
         keeps_answers: False where `after` alone is told of them, as those of very many requests fill the memory.

@@ -28,8 +28,8 @@ class RecordedStep:
     """A step that followed another, with work left to do between them.
 
     Args:
-        between_ns: from the end of the last one until it was launched.
-        forward_ns, sampling_ns: until its logits were there, and until its tokens were known.
+        between_ns: nanoseconds from the end of the last step until this one was launched.
+        forward_ns, sampling_ns: nanoseconds until its logits were there, and from then until its tokens were known.
     """
 
     work: StepWork
@@ -47,10 +47,10 @@ class Learnt:
     of geometric length (the stationary bootstrap of Politis and Romano, 1994).
 
     Args:
-        between, forward, sampling: of the forward pass for each of `StepWork.features`; of what lies between two steps
-            and of the sampling for a step, and for each of its sequences.
-        ratios: of those steps, [decoding only, with prompts]: what each part took by what is said of it, of shape
-            [steps, 3], in the order of time. Those of one step stay together, as who is held up once is held up in all.
+        between, sampling: nanoseconds between two steps, and of sampling: for a step, and for each of its sequences.
+        forward: nanoseconds of the forward pass for each of `StepWork.features`.
+        ratios: measured over fitted time of each part, shape [steps, 3], in the order of time; for [steps that only
+            decode, steps with prompts]. Those of one step stay together, because a delay often holds up all parts.
     """
 
     between: Floats

@@ -31,7 +31,7 @@ class Kind:
         changes: flags of the server and of its scheduler that differ from those of the command line.
         role: see `Fleet`.
         weight: None is its speed.
-        price_per_hour: of one; None is that of the command line.
+        price_per_hour: the price of one; None is that of the command line.
     """
 
     count: int = 1

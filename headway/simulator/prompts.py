@@ -20,7 +20,7 @@ class SketchSource:
     """A source of prompts that have as many characters as the real ones have tokens.
 
     Args:
-        tokenizer: for the texts of a dataset; without it a token stands for CHARACTERS characters of them.
+        tokenizer: a tokenizer for the texts of a dataset; without it a token stands for CHARACTERS characters of them.
     """
 
     size = _MEMBERS

@@ -83,7 +83,7 @@ def replicas_table(found: Replicas, price_per_hour: float | None, at_once: bool 
     """A row for each number of replicas that was tried.
 
     Args:
-        price_per_hour: of one replica; None leaves out what they cost.
+        price_per_hour: the price of one replica; None leaves out what they cost.
         at_once: all requests came at the start.
     """
     rows = []

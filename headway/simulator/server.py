@@ -64,7 +64,7 @@ def simulate(
         scheduler: as a live server has it, with nothing in it; `SchedulingOptions.scheduler` makes one.
         arrivals: in order of time; each is asked for when the one before comes, and its prompt is kept no longer than
             the scheduler needs it.
-        limits: of the queue.
+        limits: the limits of the queue.
         after, sends: clients that wait for answers.
         next_engine: makes the scheduler of the engine that follows one that has died.
         quotas: what tenants may use.
@@ -84,7 +84,7 @@ class Server(Engine):
     """An engine, and the API process before it, which goes on beside the steps.
 
     Attributes:
-        answers: to all that came, in order of arrival; none where it `keeps_answers` not.
+        answers: answers to all that came, in order of arrival; none where it `keeps_answers` not.
         queues: what counts requests, and refuses those that are too many.
         quotas: what tenants may use; None where there are none.
     """
@@ -148,7 +148,7 @@ class Server(Engine):
         """A request has come. Returns the answers to it as they will be.
 
         Args:
-            answers: of a request that has been on another server before, with what is known of it.
+            answers: answers of a request that has been on another server before, with what is known of it.
 
         Raises:
             ValueError: it names a class that there is not.

@@ -59,13 +59,15 @@ class Verification:
     """What was measured beside what was predicted.
 
     Args:
-        differences: of each statistic that both samples are large enough for; a is measured, b is predicted.
-        distances: by metric, Kolmogorov and Smirnov's: the most that the shares of latencies below any value differ.
+        differences: the difference in each statistic for which both samples are large enough; a is measured, b
+            predicted.
+        distances: Kolmogorov and Smirnov's distance of each metric: the most by which the shares of latencies below a
+            value differ.
         throughput: output tokens a second, measured and predicted.
-        slower: of each measured run, how many times as long its steps took as the runs around it say of the same work.
-            This is the machine, not the simulator.
-        by_own_steps: by metric and statistic, predicted by measured where the steps of the measured runs themselves
-            say how long steps take: what the simulator has wrong on a machine that does not change.
+        slower: the time of each measured run's steps over their time by the runs around it, for the same work. It
+            differs from 1 because of the machine, not of the simulator.
+        by_own_steps: predicted over measured for each metric and statistic, if steps take as long as those of the
+            measured runs themselves: the simulator's error on a machine that does not change.
     """
 
     differences: tuple[Difference, ...]

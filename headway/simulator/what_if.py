@@ -57,8 +57,8 @@ def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]
     """A table of the slowest requests of a run, and of the same requests on other servers.
 
     Args:
-        asked: of the run.
-        others: of each counterfactual, by its title.
+        asked: the records of the run.
+        others: the records of each counterfactual, by its title.
     """
     slowest = {metric: _slowest(values) for metric, values in _values(asked).items()}
     rows = [_row("as it was", slowest, slowest)]
