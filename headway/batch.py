@@ -65,7 +65,7 @@ async def own_engine(
     """An engine in a process below this one, asked as the server asks it, without a port.
 
     Args:
-        name: of the model, in requests.
+        name: the name of the model, in requests.
 
     Raises:
         BatchFailed: it cannot start.
@@ -111,7 +111,7 @@ async def server_at(
     """An OpenAI-compatible server.
 
     Args:
-        service_class: of Headway's classes; None leaves that to the server.
+        service_class: one of Headway's classes; None leaves that to the server.
         most: requests that it gets at once.
 
     Raises:

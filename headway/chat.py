@@ -37,8 +37,9 @@ class Timings:
 
     Args:
         tokens: by the server's usage, else the number of pieces.
-        stream_s: from the first token to the last; a Headway server says it, as several tokens may come at once here.
-        phases_ms: of Headway's ledger, where the server gives one.
+        stream_s: seconds from the first token to the last. A Headway server says it: several tokens may come at once
+            here.
+        phases_ms: the times of Headway's ledger, where the server gives one.
     """
 
     first_s: float = 0.0

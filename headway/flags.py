@@ -27,7 +27,7 @@ class Flag:
         panel: heading that it is listed under in the help.
         choices: what a text may be.
         parse: makes the value of a text, or of all texts where it is `repeated`; raises ValueError, one line.
-        default: of a flag with `parse`: the text that the field's default is made of.
+        default: the text that the field's default is made of, if the flag has `parse`.
         repeated: it may be given more than once.
         positional: it is no flag but an argument.
         common: one of the dozen that --help shows; --help-all shows the rest, too.

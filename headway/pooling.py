@@ -43,10 +43,10 @@ class Pooler:
     """How a checkpoint's embeddings and scores are made.
 
     Args:
-        params: of its embeddings.
+        params: the parameters of its embeddings.
         lacking: why it gives none, or an empty string.
         width: numbers of an embedding; None where config.json does not say.
-        dimensions: to which embeddings may be cut; empty for any.
+        dimensions: the dimensions to which embeddings may be cut; empty for any.
         judges: token ids of "relevant" and, if there is one, "not relevant"; None for scores by the cosine.
         end: id that follows each text, if the tokenizer does not add it already.
     """

@@ -30,7 +30,7 @@ class Access:
     Args:
         default: class of requests that name none; empty for the table's.
         best: the most urgent class that they may name; empty for any.
-        created, note: for whoever keeps the keys.
+        created, note: notes for the person who keeps the keys.
     """
 
     tenant: str = DEFAULT_TENANT
@@ -45,7 +45,7 @@ class TenantFile:
     """The contents of a file of tenants.
 
     Args:
-        keys: by the SHA-256 of each key.
+        keys: what each key gives access to, by its SHA-256.
         path: where it was read; empty where there is no file.
     """
 
