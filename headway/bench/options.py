@@ -187,7 +187,7 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go."""
+    """The flags that say where results go."""
 
     save: Annotated[bool, _results("Write the result as JSON.", "--save-result/--no-save-result")] = True
     detailed: Annotated[
@@ -242,7 +242,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """All of a `headway bench`."""
+    """All options of `headway bench`."""
 
     target: Target
     arrivals: ArrivalFlags

@@ -175,7 +175,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class _Detailed(msgspec.Struct):
-    """What a run is read from."""
+    """The fields of a detailed result that a run is read from."""
 
     start_times: list[Seconds]
     ttfts: list[Seconds]

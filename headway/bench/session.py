@@ -146,7 +146,7 @@ class _Surroundings:
         self._watching: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """The measured part begins."""
+        """Note that the measured part begins."""
         self._before = await self._scrape()
         self.is_here = await self._look()
         self._meter = energy_meter() if self.is_here else None

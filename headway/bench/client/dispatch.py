@@ -40,7 +40,7 @@ class Sender(Protocol):
     """
 
     async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
-        """`prompt` takes the place of planned.prompt."""
+        """Send a request. `prompt` takes the place of planned.prompt."""
 
 
 class LoadListener:

@@ -13,7 +13,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def as_text(prompt: Prompt) -> str | tuple[int, ...]:
-    """`prompt` of /v1/completions."""
+    """The field `prompt` of /v1/completions."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return prompt.token_ids or prompt.text or ""

@@ -71,7 +71,7 @@ def t_tail(t: float, df: float) -> float:
 
 
 def t_quantile(confidence: float, df: float) -> float:
-    """t with P(|T| <= t) = confidence."""
+    """The t for which P(|T| <= t) = confidence."""
     x = beta_quantile(1.0 - confidence, 0.5 * df, 0.5)
     return math.sqrt(df * (1.0 - x) / x) if x > 0.0 else math.inf
 

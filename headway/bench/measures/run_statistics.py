@@ -95,7 +95,7 @@ class RunStatistics:
         )
 
     def units(self, family: str) -> int:
-        """How many requests are drawn from."""
+        """The number of requests that draws are made from."""
         return {LATENCY: self.latency_units, COMPLETION: len(self.completion_gap_s), JUDGED: len(self.met)}[family]
 
     def series(self) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ def _records_and_rates(
 
 
 def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
-    """None without a price or without tokens."""
+    """The price of a million tokens; None without a price or without tokens."""
     if price_per_hour is None or tokens_per_s <= 0:
         return None
     return cost_per_million(price_per_hour, tokens_per_s)

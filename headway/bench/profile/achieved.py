@@ -80,7 +80,7 @@ def decode_work(model: ProfiledModel, prompt_tokens: int, output_tokens: int) ->
 def prefill_achieved(
     model: ProfiledModel, peaks: MachinePeaks, prompt_tokens: int, measured_ms: float
 ) -> Achieved | None:
-    """None where nothing was measured."""
+    """What the prefill achieved; None if it was not measured."""
     work = prefill_work(model, prompt_tokens)
     return achieved(model, peaks, work.flops, work.kept_bytes, measured_ms) if measured_ms > 0 else None
 

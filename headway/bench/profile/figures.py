@@ -225,7 +225,7 @@ def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
 
 
 def _short(tokens: int) -> str:
-    """65,536 as 64K."""
+    """A number of tokens in short, such as 64K for 65,536."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
 
 

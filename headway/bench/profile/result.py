@@ -96,7 +96,7 @@ class ProfileResult:
 
     @property
     def typical(self) -> LengthProfile | None:
-        """The length in the middle, to talk about."""
+        """The prompt length in the middle, which texts talk about."""
         return self.measured[len(self.measured) // 2] if self.measured else None
 
     @property
@@ -106,7 +106,7 @@ class ProfileResult:
 
     @property
     def ok(self) -> bool:
-        """Something was measured and nothing failed."""
+        """Whether something was measured and nothing failed."""
         return bool(self.measured) and not any(each.failures for each in self.lengths)
 
     def memory_of(self, tokens: int) -> dict[str, int]:

@@ -150,7 +150,7 @@ def _good(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> Li
 
 
 def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> str:
-    """The one thing that helps most."""
+    """The advice that helps most, for the last line."""
     target = claims.attainment
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):

@@ -29,7 +29,7 @@ MORE_IS_BETTER = ("request_throughput", "output_throughput", "attainment")
 
 
 def label_of(difference: Difference) -> str:
-    """ "TTFT P99", "output tokens/s"."""
+    """Name a difference, such as "TTFT P99" or "output tokens/s"."""
     name = LABELS.get(difference.metric, difference.metric)
     if difference.statistic in ("rate", "share"):
         return name

@@ -96,7 +96,7 @@ class Gamma(Poisson):
 
 @dataclass(frozen=True, slots=True)
 class Constant(Rated):
-    """Equal gaps: arrival i at i / rate."""
+    """Arrivals with equal gaps: arrival i comes at i / rate."""
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
         return np.arange(count) / self.rate
@@ -211,7 +211,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Everything at time 0."""
+    """All requests come at time 0."""
 
     @property
     def mean_rate(self) -> None:

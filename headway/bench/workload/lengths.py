@@ -42,7 +42,7 @@ def tokens(distribution: Distribution, count: int, rng: np.random.Generator) -> 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """A distribution that always gives the same value."""
 
     value: float
 

@@ -115,7 +115,7 @@ def _check_number(requests: float) -> None:
 
 
 def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
-    """Classes that share one arrival process."""
+    """The schedule of classes that share one arrival process."""
     if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.users:
         return _recorded(spec, parts[0])
     if spec.time_scale != 1:
@@ -165,7 +165,7 @@ def _class_schedule(spec: WorkloadSpec, part: Part) -> Schedule:
 
 
 def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
-    """A trace at its own times."""
+    """The schedule of a trace at its own times."""
     turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, part.number]))
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
