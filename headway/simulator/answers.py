@@ -99,7 +99,7 @@ class Present:
         self.forget(died.at_ns)
 
     def forget(self, now: int) -> None:
-        """What had its choices is gone."""
+        """Forget the choices, because the engine that had them is gone."""
         for choice in self.choices:  # the request itself has no prompt any more
             self.arrival.request.prompt_token_ids = choice.sequence.tokens[: choice.sequence.prompt_len]
         self.choices.clear()

@@ -161,7 +161,7 @@ class Clients:
         loop: Loop | None = None,
         after: list[_Turn] | None = None,
     ) -> list[Arrival]:
-        """The request, if the run lasts so long."""
+        """Make the arrival of a request at a time, if the run lasts so long."""
         if self._is_too_late(at_ns):
             return []
         record = RequestRecord.of(planned, at_ns)

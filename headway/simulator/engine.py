@@ -142,7 +142,7 @@ class Engine(ABC):
     # --- steps --------------------------------------------------------------------------------------
 
     def _step(self) -> Generator[int, int, None]:
-        """A step with a plan."""
+        """Run a step with a plan."""
         planned = self.now
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
@@ -243,7 +243,7 @@ class Engine(ABC):
             yield from self._idle(until)
 
     def _end(self, choice: Choice) -> None:
-        """The scheduler has ended it."""
+        """Take a choice that the scheduler has ended out of the engine."""
         sequence, answer = choice.sequence, choice.answer
         del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
         answer.finish_reason = sequence.finish_reason

@@ -165,7 +165,7 @@ class Fleet:
         self._live(len(self.replicas) - 1)
 
     def _live(self, at: int) -> None:
-        """A server begins its life."""
+        """Let a server begin to run."""
         self._until[at] = next(self._lives[at])
         heapq.heappush(self._waits, (self._until[at], at))
 

@@ -62,7 +62,7 @@ class Learnt:
 
     @classmethod
     def of(cls, steps: list[RecordedStep], seed: int = 0) -> Learnt:
-        """Raises TooFewSteps."""
+        """Learn from recorded steps. Raises TooFewSteps."""
         if len(steps) < FEWEST_STEPS:
             raise TooFewSteps(f"{len(steps)} steps are too few to learn from; ask for more, at least {FEWEST_STEPS}")
         took = np.array([(step.between_ns, step.forward_ns, step.sampling_ns) for step in steps], dtype=float)
@@ -115,7 +115,7 @@ def teach(step_time: StepTimeModel, steps: list[RecordedStep]) -> None:
 
 
 def steps_of(recording: Recording, began_ns: int, ended_ns: int) -> list[RecordedStep]:
-    """The steps of that time."""
+    """The steps that were recorded between two times."""
     return list(_steps(recording, began_ns, ended_ns))
 
 

@@ -41,7 +41,7 @@ class Kind:
     price_per_hour: float | None = None
 
     def deploy(self, how: Deploy, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
-        """One of them. Raises ValueError as deploy()."""
+        """Deploy a server of this kind. Raises ValueError like deploy()."""
         made = how(*changed(server, scheduling, self.changes))
         if self.role != DECODE:
             return made

@@ -78,7 +78,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Every median is equivalent."""
+        """Whether every median is equivalent."""
         medians = [each for each in self.differences if each.statistic == "median"]
         return bool(medians) and all(verdict_of(each) == "equivalent" for each in medians)
 
@@ -254,7 +254,7 @@ def _shown(found: Comparison) -> tuple[Difference, ...]:
 
 
 def _pooled(runs: Sequence[RunResult]) -> RunResult:
-    """One run of the requests of several."""
+    """Pool the requests of several runs into one run."""
     records = [record for run in runs for record in run.records]
     return dataclasses.replace(
         runs[0], records=[dataclasses.replace(each, index=at) for at, each in enumerate(records)]
