@@ -57,7 +57,7 @@ _OF_DICTS = frozenset(("get", "items", "keys", "values"))
 
 
 class NotPlain(Exception):
-    """A template does what may take long."""
+    """The template does something that may take long."""
 
 
 class _Charging(NodeTransformer):
@@ -181,7 +181,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             raise NotPlain
 
     def _sized(self, value: Any) -> Any:
-        """A value that has been made, paid for."""
+        """Pay for a value that has been made, and return it."""
         kind = type(value)
         if kind is str or kind is list or kind is tuple:
             size = len(value)
@@ -195,7 +195,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _simple(self, value: Any) -> Any:
-        """A value that is to be written."""
+        """Pay for a value that is to be written, and return it. Raises NotPlain if it is not simple."""
         if not isinstance(value, _SIMPLE):
             raise NotPlain
         return self._sized(value)
