@@ -49,7 +49,7 @@ class Timings:
     stream_s: float | None = None
 
     def words(self) -> str:
-        """One line."""
+        """The timings in one line."""
         if not self.tokens:
             return "no token came"
         said = f"{self.tokens} token{'s' * (self.tokens != 1)}, the first after {1e3 * self.first_s:,.0f} ms"

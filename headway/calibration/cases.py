@@ -31,7 +31,7 @@ FILL = 0x3C24  # of a CPU: 0.01 as bfloat16 and as float32 in pairs, 1.04 as flo
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`call` does the piece `runs` times."""
+    """A piece to time. `call` does it `runs` times."""
 
     piece: Piece
     call: Callable[[], object]
