@@ -96,7 +96,7 @@ def poisson(rate: float, seconds: float, tokens: int) -> list[PlannedRequest]:
 
 
 def spread(values: Any) -> dict[str, float]:
-    """Percentiles in ms."""
+    """Percentiles and the maximum of values in ms."""
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(np.max(values))}
 

@@ -166,7 +166,7 @@ def figures(run: RunResult, seconds: float) -> dict[str, float]:
 
 
 def _p99(values: Floats) -> float:
-    """Plain; 0 without a value."""
+    """The P99 of values; 0 without a value."""
     return float(np.percentile(values, 99)) if len(values) else 0.0
 
 

@@ -55,7 +55,7 @@ class Machine:
         return round(MS * (self.fixed + self.token * work.prefill_tokens + self.decode * work.decode_tokens))
 
     def learnt(self) -> StepTimeModel:
-        """The step-time model, which knows all of this."""
+        """A step-time model that has learnt these constants."""
         model = StepTimeModel()
         for number in range(200):
             work = StepWork(number * 7 % 50, number * 3 % 20)

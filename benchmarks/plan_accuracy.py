@@ -194,7 +194,7 @@ def as_toml(sections: dict[str, dict[str, Any]], bars: dict[str, tuple[float, fl
 
 
 def print_rows(compared: Sequence[Compared], console: Console) -> None:
-    """Every figure."""
+    """Print every figure."""
     shown = RichTable("source", "deployment", "figure", "measured", "predicted", "error")
     for each in compared:
         row = each.row

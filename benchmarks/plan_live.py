@@ -104,7 +104,7 @@ class Compared:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Least and most seconds."""
+        """The least and the most seconds of the visits."""
         return min(each.seconds for each in self.visits), max(each.seconds for each in self.visits)
 
     @property
@@ -113,7 +113,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Median over the rounds."""
+        """The median error over the rounds."""
         return statistics.median(each.predicted / each.seconds for each in self.visits) - 1.0
 
 
@@ -124,7 +124,7 @@ def points(model: str, batches: Sequence[int], contexts: Sequence[int], prompts:
 
 
 def visit(engine: LiveEngine, point: Point, deployment: Deployment, budget_s: float) -> Visit:
-    """Steps of the point."""
+    """Measure steps of the point."""
     context = 0
     if point.tokens == 1:
         seconds, context = engine.decode(point.context, point.batch, budget_s)

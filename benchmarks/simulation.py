@@ -155,7 +155,7 @@ def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
 
 
 def _megabytes() -> float:
-    """The most until now."""
+    """The most megabytes of memory until now."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -44,7 +44,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(np.prod(self.shape))
 
 

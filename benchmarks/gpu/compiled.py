@@ -50,7 +50,7 @@ class Launch:
     compiled: Any
 
     def row(self) -> Row:
-        """What it takes of a multiprocessor."""
+        """The row of what the kernel takes of a multiprocessor."""
         registers, spilled = resources(self.compiled.asm["ptx"])
         return {
             "kernel": self.kernel,
@@ -93,7 +93,7 @@ def resources(ptx: str) -> tuple[int, int]:
 
 
 def _ptxas(target: str) -> str:
-    """Triton has one of its own for Blackwell."""
+    """The path of ptxas. Triton has its own for Blackwell."""
     number = re.search(r"\d+", target)
     nvidia = triton.knobs.nvidia
     newer = getattr(nvidia, "ptxas_blackwell", None) if number and int(number[0]) >= 100 else None

@@ -36,7 +36,7 @@ def look(packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Raises NotHere."""
+    """Check that everything is here that a measurement needs. Raises NotHere."""
     python = found["python"]["executable"]
     if missing := [name for name in found["missing"] if name in NEEDED]:
         raise NotHere(f"{python} has no {', '.join(missing)}: {_INSTALL}, or name another Python with PYTHON=")

@@ -133,7 +133,7 @@ def _exact_product(machine: Machine, form: Format, dtype: torch.dtype) -> Iterab
 
 @torch.inference_mode()
 def _exact_experts(machine: Machine, form: Format, dtype: torch.dtype) -> Iterable[Row]:
-    """The same of a mixture, expert by expert."""
+    """Compare a mixture with exact products, expert by expert."""
     sizes, tokens = (SMALL, (1, 3)) if machine.small else (Experts(16, 4, 1024, 768), (1, 3, 200))
     mixture = sizes.mixture(form, machine.device, CudaKernels(), dtype)
     for count in tokens:

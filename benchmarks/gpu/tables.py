@@ -62,7 +62,7 @@ def _left_out(name: str, part: dict[str, Any]) -> list[str]:
 
 
 def failures(record: Record, names: Sequence[str]) -> str:
-    """Each with the first lines of its error."""
+    """All failures, each with the first lines of its error."""
     found = [
         f"{name}: {task}\n" + "\n".join(f"    {line}" for line in about["error"].splitlines())
         for name, part in _parts(record, names)
@@ -178,7 +178,7 @@ def _calibrated(record: Record) -> CalibratedMachine | None:
 
 
 def _predicted(machine: CalibratedMachine | None, row: dict[str, Any]) -> float | None:
-    """Seconds of the step."""
+    """The predicted seconds of the step."""
     if machine is None:
         return None
     shape = read_shape(SHAPES[row["model"]], row["model"])
