@@ -21,7 +21,7 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # the request's own limit passed
     AUTH = "auth"  # 401, 403
     NOT_FOUND = "not_found"  # 404: route or model unknown
-    REFUSED = "refused"  # by a limit that the server keeps on purpose: typed, with Retry-After
+    REFUSED = "refused"  # refused by a limit that the server keeps on purpose: typed, with Retry-After
     RATE_LIMITED = "rate_limited"  # any other 429
     CLIENT_ERROR = "client_error"  # any other 4xx, and 3xx
     SERVER_ERROR = "server_error"  # 5xx
@@ -31,14 +31,14 @@ class FailureKind(StrEnum):
     NO_TOKENS = "no_tokens"  # it ended well, without a token
     DRAIN_LIMIT = "drain_limit"  # had not ended when the run had waited for it as long as it may
     ABANDONED = "abandoned"  # still running, or never sent, when the run was interrupted
-    CANCELLED = "cancelled"  # by its client, as planned: no failure of the server
+    CANCELLED = "cancelled"  # cancelled by its client, as planned: no failure of the server
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     kind: FailureKind
     message: str  # one line
-    status: int | None = None  # of HTTP
+    status: int | None = None  # HTTP status
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Reporting:
     """
 
     title: str | None = None
-    keeps_probes = True  # of a search; False where they cost nothing to repeat
+    keeps_probes = True  # those of a search; False where they cost nothing to repeat
 
     def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
         self.claims, self.output = claims, output

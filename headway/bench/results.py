@@ -28,7 +28,7 @@ from headway.files import write_files
 
 FORMAT = 1
 _WANTED = "give the JSON file of a run, such as one of bench-results/"
-MOST_NAME_BYTES = 80  # of a label or a model in the name of a file
+MOST_NAME_BYTES = 80  # most bytes of a label or a model in the name of a file
 
 
 def to_json(

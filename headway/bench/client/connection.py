@@ -19,7 +19,7 @@ from headway.bench.client.failures import RequestFailed
 from headway.bench.record import FailureKind, RequestRecord
 
 MAX_HEADER_BYTES = 256 * 1024  # also of what frames a body, between two pieces of it
-MAX_BODY_BYTES = 512 * 2**20  # of one response
+MAX_BODY_BYTES = 512 * 2**20  # largest body of one response
 LINGER_S = 0.05  # for the end of a response of which all that was wanted has come
 READ_BYTES = 64 * 1024
 _now = time.monotonic_ns
@@ -66,7 +66,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receiver: Receiver | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._unread_bytes = 0  # that came since the last piece of a body
+        self._unread_bytes = 0  # bytes that came since the last piece of a body
         self._body_bytes = 0
         self._now_ns = 0
         self._headers_complete = False

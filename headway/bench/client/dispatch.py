@@ -131,7 +131,7 @@ class Dispatch:
         self._ready_ns: list[tuple[RequestRecord, int]] = []
         self._draining = self._no_more_waiting = self._closing = False
         self._last_ns = self.began_ns  # when a request was sent last, or ended
-        self._end: Failure | None = None  # of what the drain limit ends
+        self._end: Failure | None = None  # the failure of what the drain limit ends
         self._finished = asyncio.Event()
         self._error: BaseException | None = None
 

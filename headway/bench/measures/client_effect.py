@@ -20,7 +20,7 @@ from headway.bench.measures.latencies import Latencies, Since
 from headway.bench.measures.numbers import Distribution, Percentile
 from headway.bench.record import ClientHealth, RequestRecord
 
-SPOILT = 0.10  # of a figure
+SPOILT = 0.10  # share of a figure
 READ_BYTES_PER_MS = 16_000  # streams with a token per chunk are read at 16 MB/s of a core
 FULL_CORE = 0.9  # work then queues for about ten times as long as it takes (1 / (1 - share))
 FROM_SCHEDULE = frozenset({"ttft_ms", "e2el_ms", "normalized_latency_ms"})

@@ -17,7 +17,7 @@ from headway.bench.measures.slo import Objectives
 from headway.bench.option_values import check_objectives, parse_goodput
 from headway.bench.record import RunResult
 
-_ENOUGH_RUNS = 3  # of each side, to see how runs differ among themselves
+_ENOUGH_RUNS = 3  # runs of each side that show how runs differ among themselves
 _WORKLOAD = ("seed", "dataset_name", "dataset_path")  # settings that make two workloads the same
 
 

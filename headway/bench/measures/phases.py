@@ -29,7 +29,7 @@ BEFORE_FIRST_TOKEN = (
 
 START_LAG = "start_lag"
 NETWORK_AND_CLIENT = "network_and_client"
-SERVER_REST = "server_rest"  # of TTFT: transport, schedule and sampling until the first token
+SERVER_REST = "server_rest"  # the part of TTFT for transport, schedule and sampling until the first token
 
 MEDIAN = (45.0, 55.0)
 SLOWEST = (99.0, 100.0)

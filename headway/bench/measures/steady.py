@@ -19,16 +19,16 @@ from headway.bench.measures.probability import t_tail
 from headway.bench.record import RequestRecord
 
 OVERLOAD = "the offered load exceeds what the server can do"
-_BATCH = 5  # of MSER-5
-_LONGEST_RAMP_UP = 0.5  # of the requests
-_CLOSE = 0.05  # of its level: a series that close has reached it
+_BATCH = 5  # the batch of MSER-5
+_LONGEST_RAMP_UP = 0.5  # share of the requests
+_CLOSE = 0.05  # share of its level: a series that close has reached it
 _MIN_INDEPENDENT = 5  # how often the window must be longer than the series' memory
 _CERTAIN = 3.0  # standard deviations
 _MIN_REQUESTS = 30  # in the window
 _DOUBT = 0.01 / 4  # chance of taking noise for a trend: 1 % over the four series
-_NOTICEABLE = 0.25  # of the level: less drift over the window than that is no trend worth the name
-_AT_ONCE = 0.01  # of the run
-_LONGEST_REQUEST = 0.25  # of the schedule, by the median
+_NOTICEABLE = 0.25  # share of the level: less drift over the window is no trend worth the name
+_AT_ONCE = 0.01  # share of the run
+_LONGEST_REQUEST = 0.25  # share of the schedule, by the median
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Series:
 
     name: str
     values: np.ndarray
-    words: Callable[[float], str]  # of a slope
+    words: Callable[[float], str]  # describes a slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _arrival_trend(scheduled: np.ndarray) -> _Trend | None:
     trend = np.polyval(np.polyfit(np.arange(len(ranks)), ranks, 1), np.arange(len(ranks)))  # a ramp is no cluster
     spread = float(np.std(gaps) / np.mean(gaps)) * math.sqrt(autocorrelation_time(ranks - trend))
     score = middle * math.sqrt(12.0 * len(gaps)) / max(spread, 1e-9)
-    drift = 12.0 * middle  # of a rate that changes evenly, over the mean rate
+    drift = 12.0 * middle  # the drift of a rate that changes evenly, over the mean rate
     rate = len(gaps) / span * 1e9
     return _Trend(per_s=drift * rate / (span / 1e9), drift=drift, p_value=math.erfc(abs(score) / math.sqrt(2.0)))
 

@@ -14,7 +14,7 @@ from headway.flags import Flag
 
 # Document 000 measured up to 400 tokens.
 DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)
-OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # of the server that is profiled
+OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # flags that the profiler sets itself
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 

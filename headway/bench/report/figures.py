@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PERCENTILES = (50.0, 90.0, 99.0)
-MOST_POINTS = 600  # of a distribution's curve: more than the picture can show
+MOST_POINTS = 600  # points of a distribution's curve: more than the picture can show
 MOST_GROUPS = 8
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BINS = 60  # of the time of a run
+BINS = 60  # bins that the time of a run is cut into
 MOST_DOTS = 1200  # above, dots become shaded cells
 CELLS = (90, 40)
 SHADES = (0.12, 0.25, 0.45, 0.7)

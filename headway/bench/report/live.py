@@ -28,7 +28,7 @@ LINE_S = 10.0
 RATE_OVER_S = 5.0
 RESERVOIR = 2000
 ENOUGH_FOR_P99 = 100
-LATE_MS = 10.0  # of the client, from where on its lag is shown as a warning
+LATE_MS = 10.0  # lag of the client from which on it is shown as a warning
 STAGES = {
     LoadStage.WARM_UP: "warming up",
     LoadStage.LOAD: "measuring",

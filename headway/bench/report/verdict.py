@@ -17,7 +17,7 @@ from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
 
 USUAL = Claims()
-OMISSION_RATIO = 1.1  # of P99 from the schedule to that from the send, from where on the difference is pointed out
+OMISSION_RATIO = 1.1  # P99 from the schedule over that from the send; the report points larger ratios out
 OMISSION_MS = 5.0
 MOST_SPOILT_SHOWN = 4
 METRIC_NAMES = {

@@ -35,7 +35,7 @@ from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.synthetic import check_whole
 
 Progress = Callable[[int, int], None]  # prompts made, prompts in all
-MOST_TOKENS = 10_000_000  # of a prompt or an answer; more is an error of the file or the flag
+MOST_TOKENS = 10_000_000  # most tokens of a prompt or an answer; more is an error in the file or the flag
 PROGRESS_EVERY = 50
 PROBE_INPUT, PROBE_OUTPUT = 32, 16  # tokens of a probe
 

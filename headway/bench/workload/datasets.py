@@ -36,7 +36,7 @@ class SampleRequest:
     tenant: str = ""
 
 
-Turns = tuple[SampleRequest, ...]  # of one conversation; a single request is a conversation of one turn
+Turns = tuple[SampleRequest, ...]  # the turns of one conversation; a single request is a conversation of one turn
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from headway.bench.request import Prompt
 
 Members = NDArray[np.int64]
 BLOCKS_KEPT = 4096
-QUERY_TOKENS = 32  # of a ranking
+QUERY_TOKENS = 32  # tokens in the query of a ranking
 
 # Kinds of streams. Prompts' own and blocks start with different members.
 _OWN, _BLOCK, _ORDER, _SPARE = range(4)

@@ -24,7 +24,7 @@ from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitte
 
 # Requests planned for a closed loop that ends with a duration: so many a second for each user, and at most so many.
 MOST_PER_USER_S, MOST_PLANNED = 10, 10_000
-MOST_REQUESTS, LATEST_S = 100_000_000, 1e9  # of a workload; more is a slip of the hand
+MOST_REQUESTS, LATEST_S = 100_000_000, 1e9  # limits of a workload; more is a slip of the hand
 # Purposes of random numbers.
 _LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
 
