@@ -20,7 +20,7 @@ from headway.simulator.answers import Answer
 from headway.simulator.prompts import ids_of
 from headway.simulator.traffic import Arrival, arrival
 
-BEGAN_NS = 1_000_000_000  # of a run; in records a time of 0 has not come
+BEGAN_NS = 1_000_000_000  # begin of a run; in records a time of 0 has not come
 CLASS_HEADER = "x-headway-service-class"
 _UNSERVED = {
     FinishReason.TIMEOUT: "it waited longer than --max-queue-time",

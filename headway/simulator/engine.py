@@ -66,7 +66,7 @@ class Engine(ABC):
         self._next_engine = next_engine
         self._back_ns = 0  # when it was there after one had died
         self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()
-        self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
+        self._choices: dict[int, Choice] = {}  # choices that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
     @abstractmethod

@@ -17,7 +17,7 @@ from headway.toml_file import parse, read_text
 
 _FILE_KEYS = ("replica", "failure", "random_failures")
 _KIND_KEYS = ("count", "role", "weight", "price_per_hour")
-_SHARED = ("model", "service-classes", "tenants")  # by all servers of a fleet
+_SHARED = ("model", "service-classes", "tenants")  # shared by all servers of a fleet
 MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
 
 

@@ -58,7 +58,7 @@ class Learnt:
     sampling: Floats
     ratios: tuple[Floats, Floats]
     rng: np.random.Generator
-    _last: list[int] = field(init=False, default_factory=lambda: [-1, -1])  # by kind, the row that was drawn last
+    _last: list[int] = field(init=False, default_factory=lambda: [-1, -1])  # the row that was drawn last, by kind
 
     @classmethod
     def of(cls, steps: list[RecordedStep], seed: int = 0) -> Learnt:
@@ -127,7 +127,7 @@ def _steps(recording: Recording, began_ns: int, ended_ns: int) -> Iterator[Recor
         if isinstance(record, Arrival):
             prompts[record.seq_id] = record.prompt_len
             present.add(record.seq_id)
-        elif isinstance(record, End):  # those who end with a step stand before it
+        elif isinstance(record, End):  # sequences that end with a step stand before it
             present.discard(record.seq_id)
         elif isinstance(record, Step) and record.times is not None:
             launched, computed, sampled = record.times

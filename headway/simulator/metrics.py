@@ -14,7 +14,7 @@ from headway.simulator.clients import BEGAN_NS
 from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog
 
-MOST_POINTS = 2000  # of what is kept over time
+MOST_POINTS = 2000  # points of what is kept over time
 
 
 def metrics_of(fleet: Fleet) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class _Replay:
         self._records = recording.records
         self._ends = {record.seq_id: record for record in recording.records if isinstance(record, End)}
         self._sequences: dict[int, Sequence] = {}
-        self._tokens: dict[int, list[int]] = {}  # of each sequence, to its end and further
+        self._tokens: dict[int, list[int]] = {}  # tokens of each sequence, to its end and further
         engine = recording.engine
         self._size = engine.block_size
         config = engine.scheduler_config()

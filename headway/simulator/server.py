@@ -111,7 +111,7 @@ class Server(Engine):
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
-        self._present: dict[int, Present] = {}  # that have not ended
+        self._present: dict[int, Present] = {}  # requests that have not ended
 
     def run(self) -> None:
         """Run until nothing is left to do. Raises Stuck."""

@@ -157,7 +157,7 @@ class CachedPrompts(_PartialTiming):
 class ReceivedPrompts(_PartialTiming):
     """Only the last token of each prompt takes time, as another server computed it, unless it was preempted here."""
 
-    preempted: set[int] = field(default_factory=set)  # by seq_id
+    preempted: set[int] = field(default_factory=set)  # seq_ids
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         lost = self.preempted

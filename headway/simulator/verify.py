@@ -46,10 +46,10 @@ from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.run import answer
 
 EQUIVALENT = 0.10
-CONFIDENCE = 0.90  # of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
+CONFIDENCE = 0.90  # confidence of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 STATISTICS = {"median": "P50", "p90": "P90", "p99": "P99"}
-DRIFT = 0.10  # of the machine's speed: a prediction can be no better than this
+DRIFT = 0.10  # largest drift of the machine's speed: a prediction can be no better than this
 _LEARN_SEED = 1_000_003  # added to the seed for each run that is learnt from
 _WARM_UPS = 3
 

@@ -20,7 +20,7 @@ from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.members import Deploy
 from headway.simulator.timing import CachedPrompts, DecodesFirst
 
-SLOWEST = 0.01  # of the requests are explained, by each metric its own
+SLOWEST = 0.01  # share of the requests that are explained, those of each metric by themselves
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
 
 
