@@ -36,8 +36,8 @@ from headway.cost.hardware import Hardware
 # A function that is called with what is happening, and the share of all work that is done, 0 to 1.
 Listener = Callable[[str, float], None]
 
-LEAST_S = 5e-3  # of a run: the engine's threads, asleep before it, are awake for most of it, as in a step
-QUANTISED_STRIDE = 2  # of the numbers of tokens, every second: what is measured of quantised weights costs time too
+LEAST_S = 5e-3  # a run is so long that the engine's threads, asleep before it, are awake for most of it, as in a step
+QUANTISED_STRIDE = 2  # every second number of tokens is measured with quantised weights, to save time
 MOST_SCATTER = 0.25  # half of the rounds of half of the pieces so far above the best: the machine is busy
 
 

@@ -26,7 +26,7 @@ from headway.cost.timing import Deployment
 
 Shapes = Callable[[int], ModelShape]
 Curve = tuple[tuple[int, float], ...]
-MAIN = ("bf16", "fp16", "fp32")  # of whose factors the first that was measured counts for all other formats
+MAIN = ("bf16", "fp16", "fp32")  # the factor of the first that was measured counts for all other formats
 STEP_DTYPE = "bfloat16"
 
 

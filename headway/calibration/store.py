@@ -15,7 +15,7 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.files import config_folder, write_files
 
-FORMAT = 2  # of the file; raised when its meaning changes
+FORMAT = 2  # version of the file; raised when its meaning changes
 LONGEST_NAME = 64
 _NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _NOT_IN_A_SLUG = re.compile(r"[^a-z0-9]+")
