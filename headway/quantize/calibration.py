@@ -11,8 +11,8 @@ from headway.flags import Flag
 if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
-_CHARACTERS = 12  # of a token at most, on average over a window
-_KV_BYTES = 1 << 30  # that the model writes with
+_CHARACTERS = 12  # most characters of a token, on average over a window
+_KV_BYTES = 1 << 30  # size of the cache that the model writes with
 
 
 @dataclass(slots=True)

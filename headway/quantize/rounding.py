@@ -15,9 +15,9 @@ from torch import Tensor
 from headway.models.quantization import MOST_STEPS
 from headway.quantize.schemes import Scheme
 
-_POWERS = tuple(step / 20 for step in range(1, 20))  # of the size of inputs, that AWQ tries
-_MOST_ROWS = 512  # that AWQ tries them on
-_DAMPING, _DAMPINGS = 0.01, 5  # of the mean of the moments' diagonal; tenfold where that does not suffice
+_POWERS = tuple(step / 20 for step in range(1, 20))  # powers of the size of inputs that AWQ tries
+_MOST_ROWS = 512  # rows that AWQ tries them on
+_DAMPING, _DAMPINGS = 0.01, 5  # share of the mean of the moments' diagonal; tenfold where that does not suffice
 _BLOCK = 128  # columns that GPTQ corrects one by one, before it corrects all that follow
 
 

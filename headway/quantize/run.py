@@ -37,7 +37,7 @@ from headway.quantize.rounding import Rounded, awq_scales, gptq, nearest
 from headway.quantize.schemes import Recipe, Scheme
 from headway.quantize.watched import NamedWeights, WatchedKernels, WatchedLinear
 
-_ROWS = 4096  # of inputs that are summed up at once
+_ROWS = 4096  # rows of inputs that are summed up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class _Quantizer:
         self._shapes, self._on_progress = layers, on_progress
         self._total, self._done = sum(torch.Size(shape).numel() for shape in layers.values()), 0
         self._changed: dict[str, Tensor] = {}  # tensors that are written in another way than they were read
-        self._rounded: dict[str, Rounded] = {}  # by layer; of this block of the model, not yet written
-        self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
+        self._rounded: dict[str, Rounded] = {}  # by layer: matrices of this block of the model that are not written yet
+        self._scales: dict[str, Tensor] = {}  # divisors of a norm's outputs, by norm
         self._written: set[str] = set()
         self._folds = Folds(config) if recipe.method == "awq" else None
 
@@ -190,7 +190,7 @@ class _Quantizer:
             each.exchange = self._exchange
         if windows:
             _run(decoder, windows)
-        for each in linears:  # those that no token came to
+        for each in linears:  # no token came to those that still have an exchange
             if each.exchange is not None:
                 self._exchange(each, None)
         self._finish()

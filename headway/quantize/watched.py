@@ -16,7 +16,7 @@ from headway.kernels.weights import SILU, DeltaRule, Gate, Weight
 from headway.models.checkpoint import Checkpoint
 from headway.quantize.apart import TakenApart
 
-_ROWS = 1024  # of tokens, that are multiplied at once: a gated product is several times as large as its result
+_ROWS = 1024  # tokens that are multiplied at once: a gated product is several times as large as its result
 
 
 class NamedWeights:
