@@ -113,7 +113,7 @@ _ERNIE_FIELDS = {
     "moe_layer_start_index": "leading_dense_block_count",
 }
 _LOCAL_EXPERTS = ("MixtralForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "MiniMaxM2ForCausalLM")
-_SIGMOID = 2  # of expert_gating_func
+_SIGMOID = 2  # a value of expert_gating_func
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -181,7 +181,7 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-_VERSION = 3  # of what is written into a folder
+_VERSION = 3  # version of what is written into a folder
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> d
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
     multiplier = values.get(f"{family}.rope.scaling.yarn_log_multiplier")
-    if multiplier:  # of the logarithm of the factor: a tenth of what config.json has
+    if multiplier:  # it multiplies the logarithm of the factor: a tenth of what config.json has
         scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
     return scaling | ({"truncate": False} if family == "gpt-oss" else {})
 

@@ -16,7 +16,7 @@ from headway.cost.layers import CacheSpec
 from headway.kernels.interface import HeadLinear, Kernels, LayerCache, Linear, SinkQueries, StepGeometry
 from headway.models.config import ModelConfig
 
-_EPS = 1e-6  # of its two norms, whatever config.json says of others
+_EPS = 1e-6  # the epsilon of its two norms, whatever config.json says of others
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def _in_steps(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor],
     scales = tensors["weight_scale"].float()
     largest = scales.amax(1, keepdim=True)
     units = torch.zeros_like(largest)
-    for steps in range(1, MOST_STEPS + 1):  # of several units, the least
+    for steps in range(1, MOST_STEPS + 1):  # if several units fit, the least is taken
         unit = largest / steps
         factors = (scales / unit).round()
         units = torch.where((factors * unit == scales).all(1, keepdim=True), unit, units)
@@ -103,7 +103,7 @@ def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], d
     codes, scales = tensors["weight" if packed.layout == "nvfp4-modelopt" else "weight_packed"], tensors["weight_scale"]
     if packed.layout == "mxfp4-packed":
         return _float4_matrix(codes, powers_of_two(scales), dtype)
-    if packed.layout == "nvfp4":  # by which scales were multiplied, to make use of e4m3's range
+    if packed.layout == "nvfp4":  # scales were multiplied by it, to make use of e4m3's range
         scales = scales.float() / tensors["weight_global_scale"].float()
     else:
         scales = scales.float() * tensors["weight_scale_2"].float()
