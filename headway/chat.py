@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
-_MOST_BYTES = 16 << 20  # of an answer, or a line of a stream
+_MOST_BYTES = 16 << 20  # longest answer, or line of a stream
 NOT_UTF8 = "the text is not UTF-8; convert it first, for example with iconv"
 SHORTEST_S = 1e-3  # between the first and the last token: below it they came at once, and there is no rate
 

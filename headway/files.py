@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-_LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems allow 255 bytes
+_LONGEST_NAME = 200  # bytes in the name of a draft, before what makes it unique: file systems allow 255
 
 
 def cache_folder() -> Path:

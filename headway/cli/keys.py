@@ -19,7 +19,7 @@ from headway.files import write_files
 from headway.tenant_file import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
 
 PREFIX = "sk-hw-"
-SHOWN_DIGITS = 12  # of a key's SHA-256, by which it is listed
+SHOWN_DIGITS = 12  # digits of a key's SHA-256, by which it is listed
 _LEAST_DIGITS = 6
 
 app = typer.Typer(

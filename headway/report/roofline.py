@@ -14,7 +14,7 @@ from headway.report.spots import Spot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Roofs = Mapping[str, Callable[[float], float]]  # by label, FLOP/s at so many FLOPs per byte
+Roofs = Mapping[str, Callable[[float], float]]  # FLOP/s at so many FLOPs per byte, by label
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ def to_png(figure: Figure) -> bytes:
 _UNREAD_ID = re.compile(r' id="(?:figure|axes|matplotlib\.axis|patch|line2d|text|legend|xtick|ytick)[A-Za-z0-9_.]*"')
 _ID = re.compile(r'( id="|href="#|url\(#)([^")]+)')
 _FONT_FAMILY = re.compile(r" font-family: [^;\"]*;")
-_FONT_SHORTHAND = re.compile(r"font: (?:bold |700 )?([0-9.]+px) [^;\"]*")  # of older versions of matplotlib
+_FONT_SHORTHAND = re.compile(r"font: (?:bold |700 )?([0-9.]+px) [^;\"]*")  # older versions of matplotlib write it
 _COLOUR = re.compile(r"(fill|stroke|stop-color): (#[0-9a-f]{6})")
 _UNTURNED = re.compile(r' transform="rotate\(-?0 [^"]*"')
 _VARIABLES = {light: f"var(--hw-{name})" for name, (light, _) in PALETTE.items()}

@@ -65,7 +65,7 @@ class _Charging(NodeTransformer):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self._environment = environment
-        self._inside = 0  # of loops and macros
+        self._inside = 0  # depth of loops and macros
         self._nested = 0
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:

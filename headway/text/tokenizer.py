@@ -240,7 +240,7 @@ def _longest_token(described: dict[str, Any]) -> int | None:
     for each in _parts(described.get("normalizer"), "normalizers"):
         replaced = (each.get("pattern") or {}).get("String")
         if each.get("type") == "NFC":
-            factor = 4  # of so many characters one can be composed
+            factor = 4  # one character can be composed of so many
         elif each.get("type") != "Prepend" and not (
             each.get("type") == "Replace" and replaced and len(each.get("content", "")) >= len(replaced)
         ):
