@@ -35,7 +35,7 @@ MEASURES = {
     "median_tpot_ms": "TPOT median, ms",
     "p99_tpot_ms": "TPOT P99, ms",
 }
-_CONFIDENCE = 0.95  # of all intervals together
+_CONFIDENCE = 0.95  # confidence in all intervals together
 _WIDEST = 0.25  # an interval that reaches further than this share either way tells nothing
 
 

@@ -43,7 +43,7 @@ from headway.bench.request import PlannedRequest, Prompt
 
 HERE = Path(__file__).parent
 GAP_MS = 50
-TOKENS = 8  # of an answer in the rate measurements
+TOKENS = 8  # length of an answer in the rate measurements
 SEARCH_SECONDS = 5.0
 MAX_START_LAG_MS = 10.0
 

@@ -101,7 +101,7 @@ class Watch:
             behind = first_of_ranks(scheduler.waiting)
             starving = {s.seq_id for s in behind if now - s.arrival_ns > s.service.starvation_s * 1e9}
             assert not starving & self.starving, "one starves, and nobody goes first"
-            self.starving = starving  # those who have yielded in this step are looked at in the next
+            self.starving = starving  # sequences that have yielded in this step are checked in the next
         elif first.status is Status.WAITING:
             self.passed[first.seq_id] += len(plan.new)
             assert self.passed[first.seq_id] <= MOST_PASSED, f"more than {MOST_PASSED} have gone past one who starves"

@@ -27,7 +27,7 @@ from headway.policy.sampling_params import SamplingParams
 DTYPE = "bfloat16"
 BLOCK = 16
 UNTIMED = 2  # steps of a point that bring everything into place
-MOST_STEPS = 40  # of a point at a time
+MOST_STEPS = 40  # most steps of a point at a time
 
 
 class LiveEngine:

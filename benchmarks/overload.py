@@ -43,7 +43,7 @@ when_late = "refuse"
 name = "offline"
 """
 REFUSALS = (429, 503)
-USERS = 32  # of the closed loop
+USERS = 32  # users in the closed loop
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.work import kv_bytes, shape_of, weight_bytes
 
 _LEAST_KV_BYTES = 1 << 30
 _ROUND_UP = 256  # some engines give each sequence a multiple of so many tokens
-_COPIES = 1.5  # of its weights that an engine may hold in memory, the cache apart
+_COPIES = 1.5  # copies of its weights that an engine may hold in memory, the cache apart
 _HEADWAY = {"bf16": "none", "int8": "int8", "int4": "int4"}
 # What restricts engines to some instructions; llama.cpp is what it was built for, and its driver checks that.
 ISAS = {

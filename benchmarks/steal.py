@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-MOST = 0.01  # of the processors' time that may be stolen during a measurement
+MOST = 0.01  # largest share of the processors' time that may be stolen during a measurement
 TRIES = 5
 _STAT = Path("/proc/stat")
 _STEAL = 8  # the column of /proc/stat's first line; see proc(5)

@@ -38,7 +38,7 @@ from headway.kernels.weights import SILU, DeltaRule
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 # More of a thread's bytes in memory are a tile that is too large; a few are the compiler's choice.
 MOST_SPILLED = 256
-MULTIPROCESSORS = 132  # of the device that is compiled for where there is none; it decides how contexts are split
+MULTIPROCESSORS = 132  # those of the target where there is no device; they decide how contexts are split
 
 
 @dataclass(frozen=True)

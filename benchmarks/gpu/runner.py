@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **plain, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
 
 
-Command = Callable[[Path, Path], list[str]]  # of the file of lines, and of the file with the names of tasks done
+Command = Callable[[Path, Path], list[str]]  # takes the file of lines, and the file with the names of tasks done
 
 
 def run(

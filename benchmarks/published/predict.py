@@ -22,8 +22,8 @@ from headway.planner.loads import PROMPTS_A_CLIENT
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
-PLAN_SPREAD = 0.1  # of `headway plan`
-MOST_ROUNDS = PROMPTS_A_CLIENT  # of a closed loop; more of them hardly change medians
+PLAN_SPREAD = 0.1  # the default of `headway plan`
+MOST_ROUNDS = PROMPTS_A_CLIENT  # most rounds in a closed loop; more hardly change medians
 
 
 @dataclass(frozen=True)
