@@ -97,10 +97,10 @@ class Arithmetic:
 
     Args:
         stored: what is read of sixteen rows at a time.
-        words: of activations, that a step is multiplied with; it is the least that is stored of a row.
+        words: words of activations that a step is multiplied with; it is the least that is stored of a row.
         inputs: weights of a row in one word.
         integer: whether sums are int32, to be scaled.
-        lane_bytes: that a step takes of one row.
+        lane_bytes: bytes that a step takes of one row.
         offset: how much more than the weight is multiplied.
     """
 

@@ -70,7 +70,7 @@ class Way(NamedTuple):
     """How a product is computed.
 
     Args:
-        kind: of its arithmetic; see cpu_arithmetic.
+        kind: the kind of its arithmetic; see cpu_arithmetic.
         least_on_tiles: tokens from which on it is on matrix tiles; 0: never.
     """
 
@@ -78,7 +78,7 @@ class Way(NamedTuple):
     least_on_tiles: int = 0
 
 
-Rates = dict[str, dict[int, float]]  # of each way that was timed: by tokens, GFLOP/s of one thread
+Rates = dict[str, dict[int, float]]  # GFLOP/s of one thread, by way and tokens
 _KINDS = {
     "bfloat16": BFLOAT16,
     "attention": BFLOAT16,

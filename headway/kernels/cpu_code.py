@@ -77,7 +77,7 @@ def _own_folder(base: Path) -> Path | None:
     except OSError:
         return None
     with contextlib.suppress(OSError):  # it can still be read
-        os.utime(folder)  # by which it is known to be used
+        os.utime(folder)  # a sign that it is in use
     return folder
 
 

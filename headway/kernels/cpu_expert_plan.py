@@ -122,7 +122,7 @@ class ExpertPlan:
 
     Args:
         chosen: experts of each token, int64 [T, columns], of which the first `per_token` count.
-        experts: to choose from.
+        experts: the number of experts to choose from.
         counts: int64 [4], the fields of RoutingCounts.
 
     Attributes:

@@ -195,7 +195,7 @@ class PackedExperts:
     """A Mixture of packed weights: in a step five jobs, whatever its tokens and their experts are.
 
     Args:
-        gate_up, down: of `count` experts.
+        gate_up, down: the weights of `count` experts.
         counts: see ExpertPlan.
     """
 

@@ -73,7 +73,7 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.weights import NF4, Groups
 
-HEADER_BYTES = 2  # of a row and group
+HEADER_BYTES = 2  # the bytes of two factors, for a row and group
 # The first passes over a block, which fetch the next one into a near cache.
 PASSES_AHEAD = 8
 _ZERO = np.float32(0)
@@ -86,7 +86,7 @@ _BYTES, _LINE = ir.VectorType(I8, LANES), 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedPanels:
-    """Where a weight's groups lie; `whole_run` is a shift that leaves every group of a row in the first run."""
+    """The groups of a weight. A group's number, shifted right by `shift`, is the number of its run of scales."""
 
     scales: Tensor  # [panels, runs, PANEL]
     minima: Tensor  # the same, or one row of zeros for all

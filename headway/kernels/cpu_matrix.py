@@ -72,7 +72,7 @@ def configurations(least: int = 0, words: int = STEP_WORDS) -> int:
 
     Args:
         least: tokens from which on a product is on tiles.
-        words: of a step, STEP_WORDS or fewer.
+        words: words of a step, STEP_WORDS or fewer.
     """
     table = _kept[least, words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[0, :8].view(np.int64)[0] = least

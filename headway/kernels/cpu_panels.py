@@ -39,7 +39,7 @@ from headway.kernels.cpu_ir import (
     write,
 )
 
-TOTALS_BYTES = PANEL * 4  # of one token's sums
+TOTALS_BYTES = PANEL * 4  # the bytes of one token's sums
 _LINE = 64
 
 

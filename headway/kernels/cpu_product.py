@@ -344,7 +344,7 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
     largest, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.integer
     offset = _GROUPED if is_grouped else layout.offset
-    word_bytes = 4 // layout.inputs  # of an input that is made ready
+    word_bytes = 4 // layout.inputs  # bytes of a prepared input
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
     on_vectors = is_integer or not on_tiles  # sums of floats differ there, so that they never are on both
     splits = on_tiles and type(kind) in map(type, SPLIT)

@@ -23,7 +23,7 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 _STORED = {"float32": F32, "uint16": I16, "int16": F16}
 
 
-_TRIPLE, _PROCESSOR, _EXTENSIONS = target()
+_TRIPLE, _, _EXTENSIONS = target()
 IS_X86, IS_ARM = _TRIPLE.startswith("x86_64"), _TRIPLE.startswith(("aarch64", "arm64"))
 
 

@@ -45,7 +45,7 @@ LINE = 128  # bytes of the longest cache line; what different threads write stan
 COUNTERS = 3
 _COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
 _MOST_ARGUMENTS = 32
-_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # of a program: whether all threads run it, the job's code, its arguments
+_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
 _OPEN, _INSIDE = 128, 127
 # A helper looks for the next job for some microseconds, then lets others have the core while it looks on
 # for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
@@ -217,7 +217,7 @@ class Team:
             self._recorded = None
 
     def replay(self, program: Program) -> Tensor:
-        """Do it again; the result stands where it stood."""
+        """Run the jobs of a program again. The result is where it was."""
         self._wake()
         self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result

@@ -18,7 +18,7 @@ from headway.kernels.weights import E2M1, NF4, Groups, Product, Weight
 
 # Inputs of a chunk at most: float32 is multiplied from registers, of which a program has few.
 _MOST_INPUTS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-_LEAST_LANES = 16  # that tl.dot takes
+_LEAST_LANES = 16  # the fewest that tl.dot takes
 # For int4: inputs of a group, its largest number before it is rounded, the largest factor of its scale; the fractions
 # of the scale that keeps the largest weight between which scales are tried, and how many at most.
 INT4_GROUP, _LARGEST_INT4, _LARGEST_FACTOR, _FRACTIONS, _CANDIDATES = 32, 7.5, 16, (0.65, 1.1), 9
@@ -50,7 +50,7 @@ class Packed:
         format: plain, int4, int8, float8, float4 or normal4.
         chunk: inputs of a chunk.
         of_group, of_run: chunks that share a factor, and a scale.
-        dtype: of what it is multiplied with.
+        dtype: the dtype of what it is multiplied with.
     """
 
     numbers: Tensor
@@ -75,7 +75,7 @@ class Packed:
 
     @property
     def in_byte(self) -> int:
-        """Chunks of a step."""
+        """The number of chunks in a step."""
         return 2 if self.format in _IN_FOUR_BITS else 1
 
     @property

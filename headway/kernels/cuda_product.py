@@ -25,8 +25,8 @@ from headway.kernels.weights import Gate
 # Rows of which a matrix is split among programs; with more, there are enough of them.
 _FEW = 64
 _PROGRAMS = 4  # for each multiprocessor
-_LEAST_LANES = 256  # of a split
-_LANES_AT_ONCE = 64  # that a program reads before it goes on
+_LEAST_LANES = 256  # fewest lanes of a split
+_LANES_AT_ONCE = 64  # lanes that a program reads before it goes on
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from headway.kernels.interface import LayerState, Span, StepGeometry
 from headway.kernels.weights import DeltaRule
 
 _SPAN = tl.constexpr(len(Span._fields))
-_CHANNELS, _TOKENS = 128, 16  # that a program of a convolution has at a time
+_CHANNELS, _TOKENS = 128, 16  # channels and tokens that a program of a convolution has at a time
 
 
 @triton.jit

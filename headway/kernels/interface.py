@@ -137,7 +137,7 @@ class RoutingCounts:
 
     Args:
         mixtures: times that a mixture was asked.
-        pairs: of a token and an expert that it was sent to.
+        pairs: pairs of a token and an expert that it was sent to.
         touched: experts that had any token.
         busiest: tokens of the expert that had most.
     """
@@ -164,9 +164,9 @@ DRAW = np.dtype(
         ("log_min_p", "f8"),  # -inf keeps all
         ("top_k", "i8"),  # 0 keeps all
         ("top_p", "f8"),
-        ("log_rest", "f8"),  # of (1 - top_p) / (2 * tokens); read where top_p < 1
-        ("stream", "u8"),  # of random numbers
-        ("position", "i8"),  # of the token
+        ("log_rest", "f8"),  # log((1 - top_p) / (2 * tokens)); read where top_p < 1
+        ("stream", "u8"),  # the stream of random numbers
+        ("position", "i8"),  # the token's position
         ("edits", "i8"),  # address of float64 [3, num_edits]: token ids, biases, first positions they may come at
         ("num_edits", "i8"),
         ("repetition", "f8"),

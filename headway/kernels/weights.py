@@ -61,7 +61,7 @@ class Weight:
         groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
             (int4-weight-only, and the schemes of CODES), int8 (int8-weight-only) or float8_e4m3fn
             (float8-weight-only).
-        dtype: of what a packed weight is multiplied with; None: that of the values.
+        dtype: the dtype of what a packed weight is multiplied with; None: that of the values.
         factor: what products are multiplied with, before a bias is added.
     """
 
@@ -133,7 +133,7 @@ class Scores:
         bias: float32 [E], added to scores where they choose, and not where they weigh.
         groups: parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those
             of the greatest score, or with sigmoids of the greatest sum of two.
-        factor: of the weights.
+        factor: the factor by which weights are multiplied.
         gated: a shared expert has a logit of its own; else its weight is 1.
     """
 
