@@ -35,7 +35,7 @@ MEASURES = {
     "median_tpot_ms": "TPOT median, ms",
     "p99_tpot_ms": "TPOT P99, ms",
 }
-_CONFIDENCE = 0.95  # of all intervals together
+_CONFIDENCE = 0.95  # confidence in all intervals together
 _WIDEST = 0.25  # an interval that reaches further than this share either way tells nothing
 
 
@@ -71,7 +71,7 @@ class Agreement:
 
 @functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """Of Student's t distribution, for 0.5 <= probability < 1, by bisection on the integral of its density."""
+    """The quantile of Student's t for 0.5 <= probability < 1, by bisection on the integral of its density."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
 
     def below(t: float) -> float:  # with t = sqrt(freedom) tan(angle) the integrand is smooth on a bounded interval
@@ -124,7 +124,7 @@ def table(rows: list[Agreement]) -> str:
 
 
 def verdict(rows: list[Agreement]) -> str:
-    """In words, with how large a difference would have been seen."""
+    """Say in words what differs, and how large a difference would have been seen."""
     widest = max(rows, key=lambda row: row.reach)
     said = []
     for word, words in (("differ", "they differ in"), ("too noisy to tell", "there is too much noise to tell in")):

@@ -54,7 +54,7 @@ WORDS = "the quick brown fox jumps over a lazy dog while we count tokens and wai
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one stretch. Tokens are those generated.
+    """Figures of one stretch of the run. Tokens are those generated.
 
     Args:
         goodput: interactive requests a second that kept their objectives.

@@ -43,7 +43,7 @@ from headway.bench.request import PlannedRequest, Prompt
 
 HERE = Path(__file__).parent
 GAP_MS = 50
-TOKENS = 8  # of an answer in the rate measurements
+TOKENS = 8  # length of an answer in the rate measurements
 SEARCH_SECONDS = 5.0
 MAX_START_LAG_MS = 10.0
 
@@ -96,7 +96,7 @@ def poisson(rate: float, seconds: float, tokens: int) -> list[PlannedRequest]:
 
 
 def spread(values: Any) -> dict[str, float]:
-    """Percentiles in ms."""
+    """Percentiles and the maximum of values in ms."""
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(np.max(values))}
 
@@ -166,7 +166,7 @@ def measure_streams(kind: str, streams: int, seconds: float, core: int | None) -
 
 
 def reading_errors_ms(record: Any) -> Any:
-    """Of each token: when the client says it came, less when the server says that it sent it."""
+    """For each token, the time when the client says it came less the time when the server says that it sent it."""
     sent = np.array([int(word) for word in record.text.split()])
     return (np.array(record.chunk_ns) - sent) / 1e6
 

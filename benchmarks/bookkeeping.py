@@ -32,7 +32,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN
 
-STEP_NS, TOKEN_NS = 8_000_000, 10_000  # of the scheduler's virtual clock
+STEP_NS, TOKEN_NS = 8_000_000, 10_000  # times on the scheduler's virtual clock
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192,
@@ -87,7 +87,7 @@ def measure(core: EngineCore, sequences: int, steps: int, prompt_len: int, param
 
 
 def time_calls(owner: object, name: str) -> list[float]:
-    """From now on the microseconds of every call of a method are appended to the list."""
+    """Replace a method by one that appends the microseconds of every call to the list."""
     times: list[float] = []
     method = getattr(owner, name)
 

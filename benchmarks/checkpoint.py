@@ -112,7 +112,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _QWEN2_7B,
     "deepseek-r1-distill-qwen-7b": {**_QWEN2_7B, "rope_theta": 10000.0},
     "qwen2-30m": _QWEN2_30M,
-    "story": json.loads((STORY / "config.json").read_text()),  # of the bundled model
+    "story": json.loads((STORY / "config.json").read_text()),  # the bundled model's config
     "tiny": _TINY,
 }
 

@@ -166,7 +166,7 @@ def figures(run: RunResult, seconds: float) -> dict[str, float]:
 
 
 def _p99(values: Floats) -> float:
-    """Plain; 0 without a value."""
+    """The P99 of values; 0 without a value."""
     return float(np.percentile(values, 99)) if len(values) else 0.0
 
 
@@ -188,7 +188,7 @@ def _ratio(row: Compared) -> str:
 
 
 def best_budget(measured: dict[str, dict[str, list[float]]], rows: Sequence[Contestant], engine: str) -> str | None:
-    """Of the engine's sweep, the one with the highest median goodput; None where none was measured."""
+    """The budget of the engine's sweep with the highest median goodput; None if none was measured."""
     names = [each.name for each in rows if each.budget and each.engine == engine and each.name in measured]
     return max(names, key=lambda name: statistics.median(measured[name][GOODPUT]), default=None)
 

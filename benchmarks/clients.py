@@ -72,11 +72,11 @@ def measure(client: list[str], base_url: str, model: str, tokenizer: Path, load:
         what = "answered none of the requests" if result else "left no results"
         raise Died(f"{base_url} {what} (exit code {done.returncode}):\n{' '.join(command)}\n{said}")
     if not load.range_ratio and result["total_output_tokens"] != result["completed"] * load.output_len:
-        count_anew(result, load.output_len)
+        correct_counts(result, load.output_len)
     return result
 
 
-def count_anew(result: dict[str, Any], output_len: int) -> None:
+def correct_counts(result: dict[str, Any], output_len: int) -> None:
     """Put right what depends on how many tokens came, where each answer is known to have `output_len`.
 
     `vllm bench serve` reads `usage` only in a chunk without choices. Of a server that sends it otherwise, it takes the

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def engine(settings: dict[str, Any]) -> EngineCore:
-    """As the library makes it, with the server's limits."""
+    """Make an engine as the library does, but with the server's limits."""
     from headway import LLM
 
     return LLM(

@@ -28,7 +28,7 @@ from headway.bench.workload.traces import read_mooncake
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.service_class import BUILT_IN
 
-SHARE = 0.5  # of the pool, kept for the conversations of `share`
+SHARE = 0.5  # share of the pool that is kept for the conversations of `share`
 HELD = 8  # requests that hold their blocks at once
 FLOOD = 4.0  # offline requests for each of a conversation
 PARTS = (0.75, 0.5, 0.25, 0.15, 0.1, 0.05)

@@ -39,7 +39,7 @@ def configs(experts: int, per_token: int, width: int) -> dict[str, dict[str, Any
 
 
 def seconds(llm: LLM, prompts: int, tokens: int, new: int, seed: int) -> float:
-    """Of a decode step, where there are some; else of the prompt."""
+    """The seconds of a decode step; those of the prompts if `new` is 1."""
     texts = [[(seed * 7919 + i * 104729 + j * 31) % 30000 + 1 for j in range(tokens)] for i in range(prompts)]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new)
     first = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)

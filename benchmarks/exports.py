@@ -54,7 +54,7 @@ def model_for(engine: str, precision: str, shape: str, python: str, folder: Path
 
 
 def _quantized(checkpoint: Path, precision: str) -> Path:
-    """As `headway quantize` writes it."""
+    """The checkpoint as `headway quantize` rounds it, written if it is missing."""
     target = checkpoint / precision
     if not target.exists():
         quantize(

@@ -41,11 +41,11 @@ CLASSES = f'[[class]]\nname = "chat"\nttft_ms = {TTFT_MS}\ntpot_ms = 100\n'
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run. Times are milliseconds, of the quiet tenant's requests.
+    """Figures of one run. Times are milliseconds, of the quiet tenant's requests.
 
     Args:
-        tokens_per_s: of all, prompts and outputs.
-        in_time: share of them whose first token came within TTFT_MS.
+        tokens_per_s: prompt and output tokens of all tenants.
+        in_time: share of its requests whose first token came within TTFT_MS.
         lead, bound: fairness_lead_tokens and fairness_bound_tokens since the server's start; 0 of another server.
     """
 

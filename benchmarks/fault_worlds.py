@@ -54,11 +54,11 @@ class SteppingQuotas(Quotas):
         super().__init__(world.tenants, 0, lambda record: self.written.append(msgspec.json.encode(record)))
 
     def reserve(self, tenant: str, tokens: int, now: int) -> Any:
-        """As Quotas.reserve()."""
+        """Reserve like Quotas.reserve(), by a clock that may be wrong."""
         return super().reserve(tenant, tokens, self.world.clock(now))
 
     def settle(self, number: int, tokens: int | None, now: int, outputs: Sequence[int] = ()) -> None:
-        """As Quotas.settle()."""
+        """Settle like Quotas.settle(), by a clock that may be wrong."""
         super().settle(number, tokens, self.world.clock(now), outputs)
 
 
@@ -72,7 +72,7 @@ class Watch:
         self._schedule, scheduler.schedule = scheduler.schedule, self.schedule  # type: ignore[method-assign]
 
     def schedule(self, now: int) -> StepPlan:
-        """As Scheduler.schedule(). Raises Violation."""
+        """Check the scheduler, then call its schedule(). Raises Violation."""
         world, scheduler = self.world, self.scheduler
         if world.rng.random() < 0.0005:
             world.reload()
@@ -89,7 +89,7 @@ class Watch:
         return plan
 
     def _look_for_starving(self, plan: StepPlan, now: int) -> None:
-        """Who has waited too long goes first: one at a time with objectives, else whoever was overtaken too often."""
+        """Check that a sequence goes first if it waited too long (with objectives) or was overtaken too often."""
         scheduler = self.scheduler
         if scheduler.slo is None:
             most = max((sequence.times_bypassed for sequence in scheduler.waiting), default=0)
@@ -101,7 +101,7 @@ class Watch:
             behind = first_of_ranks(scheduler.waiting)
             starving = {s.seq_id for s in behind if now - s.arrival_ns > s.service.starvation_s * 1e9}
             assert not starving & self.starving, "one starves, and nobody goes first"
-            self.starving = starving  # those who have yielded in this step are looked at in the next
+            self.starving = starving  # sequences that have yielded in this step are checked in the next
         elif first.status is Status.WAITING:
             self.passed[first.seq_id] += len(plan.new)
             assert self.passed[first.seq_id] <= MOST_PASSED, f"more than {MOST_PASSED} have gone past one who starves"
@@ -115,7 +115,7 @@ class Faulty:
     _slow_until: int = 0
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times(). Raises EngineDied."""
+        """The times of a step, in which something may go wrong. Raises EngineDied."""
         rng, took = self.world.rng, _usual_ns(plan.work)
         if rng.random() < 0.001:
             self.world.faults["crash"] += 1
@@ -149,10 +149,10 @@ class Faulty:
 
 
 class FaultyDecodes(Faulty):
-    """As Faulty, with times of steps that nobody plans. No engine dies in one."""
+    """A Faulty timing that also gives times of steps without a plan. No engine dies in one."""
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """As DecodeTiming.decode_times()."""
+        """The times of a step in which all sequences decode."""
         return self._of_step(_usual_ns(work), now)
 
 
@@ -202,7 +202,7 @@ class World:
         self.fleet = Fleet(servers, router, None, self._sends, scaling, self._failures(count) if count > 1 else ())
 
     def clock(self, now: int) -> int:
-        """Of quotas."""
+        """The time by the clock of quotas."""
         return now + self.ahead_ns
 
     def reload(self) -> None:
@@ -258,7 +258,7 @@ class World:
         return Server(engine(), timing, limits, host, None, None, engine, quotas)
 
     def _classes(self, names: tuple[str, ...] | list[str]) -> ClassTable:
-        """As a file of classes says; most keys are left out in some."""
+        """Draw a table of classes and read it as a file. Some classes leave most keys out."""
         rng, lines = self.rng, [f'default = "{self.rng.choice(names)}"'] if self.rng.random() < 0.5 else []
         for name in names:
             kv = rng.choice([0.0, 0.0, 0.3])
@@ -281,7 +281,7 @@ class World:
         return parse_class_file("classes.toml", "\n".join(lines)).table
 
     def _tenants(self) -> TenantTable:
-        """As a file of tenants says."""
+        """Draw a table of tenants and read it as a file."""
         rng, lines = self.rng, list[str]()
         if rng.random() < 0.3:
             lines += ["[total]", f"tokens_per_minute = {rng.choice([2_000, 100_000])}"]

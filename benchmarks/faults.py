@@ -41,7 +41,7 @@ from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival
 
 OUTPUT = Path(__file__).parent / "results" / "faults.json"
-REQUESTS = 200  # of a world, on average
+REQUESTS = 200  # requests in a world, on average
 OWN_ENDS = (FinishReason.LENGTH, FinishReason.STOP)
 _record = msgspec.json.Decoder(Record)
 

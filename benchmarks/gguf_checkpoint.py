@@ -74,7 +74,7 @@ def _interleaved(values: npt.NDArray[np.uint16], heads: int) -> npt.NDArray[np.u
 
 
 def _rope_factors(config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """By how much Llama 3.1's scaling of positions divides each frequency."""
+    """The divisor of each frequency by Llama 3.1's scaling of positions."""
     scaling, head = config["rope_scaling"], config["head_dim"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []

@@ -27,7 +27,7 @@ from headway.policy.sampling_params import SamplingParams
 DTYPE = "bfloat16"
 BLOCK = 16
 UNTIMED = 2  # steps of a point that bring everything into place
-MOST_STEPS = 40  # of a point at a time
+MOST_STEPS = 40  # most steps of a point at a time
 
 
 class LiveEngine:
@@ -83,7 +83,7 @@ class LiveEngine:
 
     @contextmanager
     def decoding(self, context: int, batch: int) -> Iterator[Callable[[], float]]:
-        """Inside, each call runs a decode step of so many sequences and returns its seconds, MOST_STEPS + 1 times."""
+        """Yield a function that runs a decode step and returns its seconds. It may be called MOST_STEPS + 1 times."""
         names = [self._remembered(context) for _ in range(batch)]
         for name in names:
             self._add(name, context + 1, UNTIMED + MOST_STEPS + 2)

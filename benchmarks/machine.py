@@ -18,15 +18,16 @@ from headway.files import write_files
 RESULTS = Path(__file__).parent / "results"
 _FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
-    *("asimddp", "i8mm", "bf16"),  # of ARM
+    *("asimddp", "i8mm", "bf16"),  # extensions of ARM
 )
 _NO_SETTINGS = ("output", "vllm", "traces", "llama_cpp")  # where something lies, not what is measured
 _MARKETING = re.compile(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*")
 
 
 def about(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Of this machine: processor, its family and model where its name says neither, those of its vector instructions
-    that kernels use, cores, system.
+    """Describe this machine: processor, vector instructions that kernels use, cores, system.
+
+    The processor's family and model are given if its name says neither.
     """
     fields: dict[str, str] = {}
     if cpuinfo.exists():

@@ -47,7 +47,7 @@ class Machine:
     decode: float
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """As Timing.times()."""
+        """The times of a step, by the three constants."""
         computed = now + self.step_ns(plan.work)
         return StepTimes(now, computed, computed)
 
@@ -55,7 +55,7 @@ class Machine:
         return round(MS * (self.fixed + self.token * work.prefill_tokens + self.decode * work.decode_tokens))
 
     def learnt(self) -> StepTimeModel:
-        """It knows all of this."""
+        """A step-time model that has learnt these constants."""
         model = StepTimeModel()
         for number in range(200):
             work = StepWork(number * 7 % 50, number * 3 % 20)

@@ -43,12 +43,12 @@ when_late = "refuse"
 name = "offline"
 """
 REFUSALS = (429, 503)
-USERS = 32  # of the closed loop
+USERS = 32  # users in the closed loop
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one stretch of load. Times are milliseconds; of nobody they are 0.
+    """Figures of one stretch of load. Times are milliseconds; they are 0 if there was no request.
 
     Args:
         offered: requests a second.

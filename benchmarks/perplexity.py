@@ -47,7 +47,7 @@ class Row:
 
 
 def row(quantization: str, kv_cache_dtype: str, logs: list[float], plain: list[float]) -> Row:
-    """Of mean log-probabilities by window, beside those of the plain setting; at least two windows."""
+    """Make a row from mean log-probabilities by window and those of the plain setting. Needs at least two windows."""
     worse = [before - now for before, now in zip(plain, logs, strict=True)]
     change = math.expm1(statistics.fmean(worse))
     error = (1 + change) * statistics.stdev(worse) / math.sqrt(len(worse))

@@ -149,7 +149,7 @@ def refit(table: Sequence[Row], console: Console) -> None:
 
 
 def error_bars(held: Sequence[Compared]) -> dict[str, tuple[float, float]]:
-    """Of TTFT and TPOT, on the architectures that are best measured, and elsewhere, where they are no narrower."""
+    """Error bars of TTFT and TPOT on the best-measured architectures, and on others, where they are never narrower."""
     bars = {}
     for well, suffix in ((True, ""), (False, "_elsewhere")):
         here = [each for each in held if (find_hardware(each.row.hardware).architecture in WELL_MEASURED) == well]
@@ -162,7 +162,7 @@ def error_bars(held: Sequence[Compared]) -> dict[str, tuple[float, float]]:
 
 
 def load_bar(compared: Sequence[Compared], elsewhere: tuple[float, float]) -> tuple[float, float]:
-    """Of TTFT under a load, from such rows; never narrower than elsewhere, as they are few."""
+    """The error bar of TTFT under load. It is never narrower than `elsewhere`, because there are few such rows."""
     low, high = error_bar([each for each in compared if each.metric == "ttft_ms"])
     return min(low, elsewhere[0]), max(high, elsewhere[1])
 
@@ -194,7 +194,7 @@ def as_toml(sections: dict[str, dict[str, Any]], bars: dict[str, tuple[float, fl
 
 
 def print_rows(compared: Sequence[Compared], console: Console) -> None:
-    """Every figure."""
+    """Print every figure."""
     shown = RichTable("source", "deployment", "figure", "measured", "predicted", "error")
     for each in compared:
         row = each.row
@@ -258,7 +258,7 @@ def under_load(table: Sequence[Row]) -> dict[str, Any]:
 
 
 def result(compared: Sequence[Compared]) -> dict[str, Any]:
-    """For the results folder: the summary, and every figure."""
+    """The summary and every figure, for the results folder."""
     return {
         "summary": [
             {"source": name, "use": use, "metric": metric, **summary(group), "inside_80_percent_bar": inside(group)}

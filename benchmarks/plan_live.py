@@ -104,7 +104,7 @@ class Compared:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Least and most seconds."""
+        """The least and the most seconds of the visits."""
         return min(each.seconds for each in self.visits), max(each.seconds for each in self.visits)
 
     @property
@@ -113,7 +113,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Median over the rounds."""
+        """The median error over the rounds."""
         return statistics.median(each.predicted / each.seconds for each in self.visits) - 1.0
 
 
@@ -124,7 +124,7 @@ def points(model: str, batches: Sequence[int], contexts: Sequence[int], prompts:
 
 
 def visit(engine: LiveEngine, point: Point, deployment: Deployment, budget_s: float) -> Visit:
-    """Steps of the point."""
+    """Measure steps of the point."""
     context = 0
     if point.tokens == 1:
         seconds, context = engine.decode(point.context, point.batch, budget_s)
@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Calib
 
 
 def summary(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """By model and phase: points, the median and the largest |error|, and the median error."""
+    """Points, the median and the largest |error|, and the median error, for each model and phase."""
     groups: dict[tuple[str, str], list[Compared]] = {}
     for each in compared:
         groups.setdefault((each.point.model, each.point.phase), []).append(each)
@@ -182,7 +182,7 @@ def summary(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 def result(
     machines: Sequence[CalibratedMachine], compared: Sequence[Compared], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """For the results folder: the calibrations, the summary, and every visit."""
+    """The calibrations, the summary and every visit, for the results folder."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def calibrated(arguments: argparse.Namespace, console: Console) -> CalibratedMachine:
-    """As `headway calibrate` does it, in this process."""
+    """Calibrate like `headway calibrate`, but in this process."""
     with console.status("calibrating") as status:
         return calibrate(
             None, "cpu", arguments.threads, arguments.effort, lambda stage, done: status.update(f"{done:.0%} {stage}")

@@ -47,7 +47,7 @@ def held(batch: int, prompt: int, new: int) -> Point:
 
 
 def product(text: str) -> tuple[int, int]:
-    """BATCHxTOKENS. Raises argparse.ArgumentTypeError."""
+    """Parse BATCHxTOKENS. Raises argparse.ArgumentTypeError."""
     left, separator, right = text.partition("x")
     if not (separator and left.isdigit() and right.isdigit() and int(left) and int(right)):
         raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxTOKENS, such as 8x128, with both at least 1")
@@ -55,7 +55,7 @@ def product(text: str) -> tuple[int, int]:
 
 
 def named(text: str) -> tuple[str, int, int]:
-    """decode:BATCH (tokens: 0) or prefill:BATCHxTOKENS. Raises argparse.ArgumentTypeError."""
+    """Parse decode:BATCH (tokens: 0) or prefill:BATCHxTOKENS. Raises argparse.ArgumentTypeError."""
     kind, _, amount = text.partition(":")
     if kind == "prefill":
         return (kind, *product(amount))

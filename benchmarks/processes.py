@@ -21,9 +21,9 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
-    """Where the modules of a checkout are found by any Python, and nothing is looked up on the network.
+    """An environment in which any Python finds a checkout's modules, and nothing is looked up on the network.
 
-    They are compiled once, as those of installed packages are, whatever PYTHONDONTWRITEBYTECODE says.
+    Modules are compiled once, as those of installed packages are, whatever PYTHONDONTWRITEBYTECODE says.
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}

@@ -40,7 +40,7 @@ from headway.text.tokenizer import Tokenizer
 _FOLDER = CHECKPOINTS / "schemes"
 _DECODED, _PROMPTS, _PROMPT = 384, 8, 512
 _KV_BYTES = 96 << 20
-_SAMPLES, _OWN_SEED = 32, 1_000_000  # of texts that methods look at; and seeds of the others
+_SAMPLES, _OWN_SEED = 32, 1_000_000  # number of texts that methods look at; and first seed of the others
 _GGUF = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")
 
 
@@ -120,7 +120,7 @@ def engine(case: Case, calibration: Calibration, python: str | None, longest: in
 
 
 def packed_bytes(llm: LLM) -> int:
-    """Of all matrices as they lie in memory; the embedding is the head's."""
+    """Bytes of all matrices in memory. The embedding is the same matrix as the head."""
     weights = llm.engine.runner.model.weights
     linears: list[object] = [weights.lm_head]
     for layer in weights.layers:

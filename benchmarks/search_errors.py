@@ -98,7 +98,7 @@ def _queue_waits(arrivals: np.ndarray, service: np.ndarray, servers: int) -> np.
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of searches at one rate: the share that claimed it, and requests that this took, the median."""
+    """The outcome of searches at one rate: the share that claimed it, and the median of requests that this took."""
 
     claimed: float
     requests: float

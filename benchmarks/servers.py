@@ -146,7 +146,7 @@ class Server:
 
     @property
     def process_group(self) -> int:
-        """Of the server and its children."""
+        """The process group of the server and its children."""
         return self._process.pid
 
     def _healthy(self) -> bool:

@@ -70,7 +70,7 @@ class Seen:
     marks: list[tuple[float, float]] = field(default_factory=list)
 
     def after(self, answers: list[Answer]) -> list[Arrival]:
-        """As `After`: nobody sends anything because of an answer."""
+        """Count answers. Nobody sends anything because of them, so this returns no arrivals."""
         self.ended += 1
         self.tokens += sum([len(answer.token_ns) for answer in answers])
         if self.ended * PARTS % self.requests < PARTS:
@@ -79,7 +79,7 @@ class Seen:
 
 
 def run(requests: int, rate: float, replicas: int) -> tuple[Fleet, Seen]:
-    """So many requests a second for each replica."""
+    """Simulate requests that come at `rate` a second for each replica."""
     options, scheduling = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions()
     made = [deploy(options, scheduling) for _ in range(replicas)]
     servers = [replace(each, timing=made[0].timing).server() for each in made]
@@ -155,7 +155,7 @@ def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
 
 
 def _megabytes() -> float:
-    """The most until now."""
+    """The most megabytes of memory until now."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

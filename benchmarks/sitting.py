@@ -21,7 +21,7 @@ from benchmarks.work import kv_bytes, shape_of, weight_bytes
 
 _LEAST_KV_BYTES = 1 << 30
 _ROUND_UP = 256  # some engines give each sequence a multiple of so many tokens
-_COPIES = 1.5  # of its weights that an engine may hold in memory, the cache apart
+_COPIES = 1.5  # copies of its weights that an engine may hold in memory, the cache apart
 _HEADWAY = {"bf16": "none", "int8": "int8", "int4": "int4"}
 # What restricts engines to some instructions; llama.cpp is what it was built for, and its driver checks that.
 ISAS = {
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment of its process."""
+        """The environment variables of the engine's process."""
         return ISAS.get(self.isa, {})
 
 
@@ -132,7 +132,7 @@ class Sitting:
 
 
 def cache_bytes(shape: str, points: list[Point], rounds: int) -> int:
-    """Of the KV cache that the largest point needs, 1 GiB at least."""
+    """Bytes of the KV cache that the largest point needs, 1 GiB at least."""
     padded = (point.batch * -(-point.longest(rounds) // _ROUND_UP) * _ROUND_UP for point in points)
     return max(_LEAST_KV_BYTES, kv_bytes(shape_of(SHAPES[shape]), max(padded)))
 
@@ -207,7 +207,7 @@ def sit_held(sitting: Sitting, rounds: int, threads: int, folder: Path, keep: Ca
 def _ask(
     sitting: Sitting, children: list[Child], child: Child, request: dict[str, Any], again: bool = True
 ) -> dict[str, Any] | None:
-    """Its reply, asked again where it was disturbed; None where it died, and then it is one of the children no more."""
+    """The reply of a child, asked again if it was disturbed; None if it died, and then it leaves the children."""
     try:
         if not again:
             return child.ask(request)
@@ -222,7 +222,7 @@ def _ask(
 
 
 def _rotate(children: list[Child]) -> None:
-    """So that nobody always comes first."""
+    """Rotate the children, so that none always comes first."""
     children[:] = [*children[1:], *children[:1]]
 
 

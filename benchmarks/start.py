@@ -58,7 +58,7 @@ def _worker(entry: Entry, command: list[str], seed: int) -> float:
 
 
 def _program(llama_simple: str, model: Path, threads: int) -> float:
-    """Until it has written more than the prompt. It has no flag for threads and would take four.
+    """The seconds until the program has written more than the prompt. It has no flag for threads and would take four.
 
     Raises:
         Died: it wrote no token.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-MOST = 0.01  # of the processors' time that may be stolen during a measurement
+MOST = 0.01  # largest share of the processors' time that may be stolen during a measurement
 TRIES = 5
 _STAT = Path("/proc/stat")
 _STEAL = 8  # the column of /proc/stat's first line; see proc(5)
@@ -17,7 +17,7 @@ Measured = TypeVar("Measured")
 
 
 def stolen_seconds(stat: Path = _STAT) -> float:
-    """Of all processors together since the machine started; 0 where the system does not say."""
+    """Stolen seconds of all processors together since the machine started; 0 if the system does not say."""
     try:
         columns = stat.read_text().split("\n", 1)[0].split()
         return int(columns[_STEAL]) / os.sysconf("SC_CLK_TCK")

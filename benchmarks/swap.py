@@ -62,7 +62,7 @@ class Case:
 
 
 def engine(shape: str, device: str, longest: int, threads: int | None) -> EngineCore:
-    """Of random weights but for the bundled model, with the same memory on the host as in the pool."""
+    """Make an engine with as much memory on the host as in the pool. Weights are random, except the bundled model's."""
     with tempfile.TemporaryDirectory() as folder:
         if shape != "story":
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -129,7 +129,7 @@ class Trial:
         return {"swap": self._space.copy_ns(blocks) / 1e6, "recompute": recompute / 1e6}
 
     def _cost_ms(self, victim: Sequence) -> float:
-        """Of its return, beyond as many steps in which it decodes."""
+        """The milliseconds that the return of a victim takes, beyond as many steps in which it decodes."""
         plain = min(self._step_ms() for _ in range(3))
         plan = StepPlan()
         self._core.scheduler._preempt(victim, plan, time.monotonic_ns())
@@ -156,7 +156,7 @@ def measure(core: EngineCore, longest: int, cases: int, rounds: int, seed: int) 
 
 
 def summary(cases: list[Case]) -> dict[str, Any]:
-    """Of the choices, and by how much each prediction is off."""
+    """Summarise the choices, and how far each prediction is off."""
     found: dict[str, Any] = {
         "right": sum(case.is_right for case in cases) / len(cases),
         "swapped": sum(case.chosen == "swap" for case in cases) / len(cases),

@@ -1,4 +1,4 @@
-"""From what was measured to rows, and from rows to markdown."""
+"""Makes rows from what was measured, and markdown from rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compared(point: str, measured: dict[str, list[float]], variants: set[str], b
 
 
 def rows(sitting: Sitting) -> list[Row]:
-    """Of every point in the order measured, with shares of the machine's peaks round by round."""
+    """Rows of all points in the order measured, with shares of the machine's peaks round by round."""
     shape, points = shape_of(SHAPES[sitting.shape]), {point.label: point for point in sitting.points}
     variants = {entry.label for entry in sitting.entries if entry.variant}
     # The peaks of products are those of all instructions.

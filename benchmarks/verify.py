@@ -27,7 +27,7 @@ WORKLOADS = {
     "bursts": [*RANDOM, "--request-rate", "6", "--burstiness", "0.25"],
     "overload": [*RANDOM, "--request-rate", "40"],
 }
-# Of traces, by the name of the file in --traces. Lengths are clipped to the context.
+# Workloads of traces, by the name of the file in --traces. Lengths are clipped to the context.
 TRACES = {
     "azure_conv_2023.csv": ("azure conversations", ["--dataset-name", "azure", "--request-rate", "5"]),
     "mooncake_synthetic.jsonl": ("mooncake, shortened", ["--dataset-name", "mooncake", "--request-rate", "3"]),
@@ -37,7 +37,7 @@ ROWS = [(metric, which) for metric in ("ttft_ms", "tpot_ms", "e2el_ms") for whic
 
 
 def workloads(traces: Path | None) -> dict[str, list[str]]:
-    """By name, the flags that say what is sent."""
+    """The workloads by name: the flags that say what is sent."""
     if traces is None:
         return WORKLOADS
     found = {name: [*flags, "--dataset-path", str(traces / file), *CLIPPED] for file, (name, flags) in TRACES.items()}

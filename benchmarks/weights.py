@@ -44,12 +44,12 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(np.prod(self.shape))
 
 
 def tensors(config: dict[str, Any]) -> Iterator[Tensor]:
-    """Of a Qwen2 or Llama model, in the names of transformers.
+    """The tensors of a Qwen2 or Llama model, in the names of transformers.
 
     Raises:
         ValueError: the architecture is another.

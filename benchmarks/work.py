@@ -49,7 +49,7 @@ def weight_bytes(shape: ModelShape, precision: str) -> float:
 
 
 def kv_bytes(shape: ModelShape, tokens: int) -> int:
-    """Of the KV cache of so many tokens."""
+    """Bytes of the KV cache of so many tokens."""
     return tokens * shape.kv_elements_per_token * _KV_BYTES
 
 
@@ -64,7 +64,7 @@ def prefill_flops(shape: ModelShape, batch: int, prompt: int) -> int:
 
 
 def share(shape: ModelShape, precision: str, point: Point, rate: float, peaks: dict[str, float]) -> float | None:
-    """Of the streaming read for a decode at batch 1, of the GEMM peak for a prefill; None for other points.
+    """The share of the streaming read (decodes at batch 1) or of the GEMM peak (prefills); None for other points.
 
     Args:
         rate: tokens a second.

@@ -46,11 +46,11 @@ class BatchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Who answers requests.
+    """The server or engine that answers requests.
 
     Args:
-        gate: lets as many in at once as it can take.
-        models: that it serves; None where it does not say.
+        gate: lets in as many requests at once as it can take.
+        models: names of the models that it serves; None if it does not say.
     """
 
     post: Post
@@ -65,7 +65,7 @@ async def own_engine(
     """An engine in a process below this one, asked as the server asks it, without a port.
 
     Args:
-        name: of the model, in requests.
+        name: the name of the model, in requests.
 
     Raises:
         BatchFailed: it cannot start.
@@ -111,7 +111,7 @@ async def server_at(
     """An OpenAI-compatible server.
 
     Args:
-        service_class: of Headway's classes; None leaves that to the server.
+        service_class: one of Headway's classes; None leaves that to the server.
         most: requests that it gets at once.
 
     Raises:
@@ -225,14 +225,14 @@ async def run_batch(source: Path, output: Path, by: Answerer, console: Console) 
 
 
 def first_failures(output: Path, most: int = 3) -> list[str]:
-    """Who the first failed requests of a file of answers are, and why they failed."""
+    """The first failed requests of a file of answers, and why they failed."""
     with output.open("rb") as answers:
         failures = (said for number, raw in enumerate(answers, 1) if (said := _failure(number, raw)))
         return list(itertools.islice(failures, most))
 
 
 def _failure(number: int, raw: bytes) -> str:
-    """What a line of answers says of its error; empty where there is none."""
+    """The error in a line of answers; empty if there is none."""
     answer = msgspec.json.decode(raw)
     error, response = answer["error"], answer["response"]
     if response is not None and response["status_code"] != 200:

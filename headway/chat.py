@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT_S = 600.0  # without a byte, until a server counts as gone: a long prompt takes its time
-_MOST_BYTES = 16 << 20  # of an answer, or a line of a stream
+_MOST_BYTES = 16 << 20  # longest answer, or line of a stream
 NOT_UTF8 = "the text is not UTF-8; convert it first, for example with iconv"
 SHORTEST_S = 1e-3  # between the first and the last token: below it they came at once, and there is no rate
 
@@ -37,8 +37,9 @@ class Timings:
 
     Args:
         tokens: by the server's usage, else the number of pieces.
-        stream_s: from the first token to the last; a Headway server says it, as several tokens may come at once here.
-        phases_ms: of Headway's ledger, where the server gives one.
+        stream_s: seconds from the first token to the last. A Headway server says it: several tokens may come at once
+            here.
+        phases_ms: the times of Headway's ledger, where the server gives one.
     """
 
     first_s: float = 0.0
@@ -48,7 +49,7 @@ class Timings:
     stream_s: float | None = None
 
     def words(self) -> str:
-        """One line."""
+        """The timings in one line."""
         if not self.tokens:
             return "no token came"
         said = f"{self.tokens} token{'s' * (self.tokens != 1)}, the first after {1e3 * self.first_s:,.0f} ms"

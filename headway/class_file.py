@@ -12,7 +12,7 @@ _KEYS = ("default", "service_tiers", "class")
 
 @dataclass(frozen=True, slots=True)
 class ClassFile:
-    """What the file says.
+    """The contents of a file of classes.
 
     Args:
         path: where it was read; empty where there is no file.
@@ -32,5 +32,5 @@ def read_class_file(path: str) -> ClassFile:
 
 
 def parse_class_file(path: str, text: str) -> ClassFile:
-    """As read_class_file(), of a text."""
+    """Check a text like read_class_file() checks a file; `path` names it in errors."""
     return ClassFile(parse(path, text, _KEYS, table_of), path)

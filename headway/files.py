@@ -10,21 +10,21 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-_LONGEST_NAME = 200  # of a draft, before what makes it unique: file systems allow 255 bytes
+_LONGEST_NAME = 200  # bytes in the name of a draft, before what makes it unique: file systems allow 255
 
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/headway, or ~/.cache/headway."""
-    return _of_user("XDG_CACHE_HOME", ".cache")
+    return _user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def config_folder() -> Path:
     """$XDG_CONFIG_HOME/headway, or ~/.config/headway."""
-    return _of_user("XDG_CONFIG_HOME", ".config")
+    return _user_folder("XDG_CONFIG_HOME", ".config")
 
 
-def _of_user(variable: str, name: str) -> Path:
-    """By the XDG Base Directory Specification, where a relative path counts as none."""
+def _user_folder(variable: str, name: str) -> Path:
+    """A folder of the user by the XDG Base Directory Specification, in which a relative path counts as none."""
     base = Path(os.environ.get(variable, ""))
     if not base.is_absolute():
         try:

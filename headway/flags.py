@@ -27,7 +27,7 @@ class Flag:
         panel: heading that it is listed under in the help.
         choices: what a text may be.
         parse: makes the value of a text, or of all texts where it is `repeated`; raises ValueError, one line.
-        default: of a flag with `parse`: the text that the field's default is made of.
+        default: the text that the field's default is made of, if the flag has `parse`.
         repeated: it may be given more than once.
         positional: it is no flag but an argument.
         common: one of the dozen that --help shows; --help-all shows the rest, too.
@@ -61,7 +61,7 @@ def flags_of(kind: type) -> Iterator[tuple[Field[Any], Any, Flag | None]]:
 
 
 def option(field: Field[Any], flag: Flag) -> str:
-    """As "--max-num-seqs"."""
+    """The flag as it is written on the command line, such as "--max-num-seqs"."""
     return flag.name.split("/")[0] if flag.name else "--" + field.name.replace("_", "-")
 
 
@@ -91,7 +91,7 @@ def limit(text: str) -> float:
 
 
 def said(texts: list[str]) -> list[str]:
-    """Texts of which none is empty, as a variable that is not set would make it. Raises ValueError."""
+    """Return the texts. Raises ValueError for an empty one, which a variable that is not set would make."""
     if not all(text.strip() for text in texts):
         raise ValueError("a value is empty")
     return texts
@@ -115,10 +115,10 @@ def listed(texts: list[str]) -> list[str]:
 
 
 def value_of(name: str, hint: Any, flag: Flag, text: str) -> Any:
-    """What a text means as the value of a flag that is not repeated, as on the command line.
+    """Parse a text as the value of a flag that is not repeated, as on the command line.
 
     Args:
-        name: of the flag, for messages.
+        name: the flag's name, for messages.
 
     Raises:
         ValueError: it is no such value, or beyond its limits.

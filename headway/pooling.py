@@ -22,7 +22,7 @@ from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer, read_json
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# As Qwen3-Reranker was trained.
+# Qwen3-Reranker was trained with this text.
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -43,10 +43,10 @@ class Pooler:
     """How a checkpoint's embeddings and scores are made.
 
     Args:
-        params: of its embeddings.
+        params: the parameters of its embeddings.
         lacking: why it gives none, or an empty string.
         width: numbers of an embedding; None where config.json does not say.
-        dimensions: to which embeddings may be cut; empty for any.
+        dimensions: the dimensions to which embeddings may be cut; empty for any.
         judges: token ids of "relevant" and, if there is one, "not relevant"; None for scores by the cosine.
         end: id that follows each text, if the tokenizer does not add it already.
     """
@@ -133,7 +133,7 @@ def relevance(logits: Sequence[float]) -> float:
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Of two vectors; 0 where one has no length."""
+    """The cosine of the angle between two vectors; 0 if one of them has no length."""
     lengths = math.hypot(*a) * math.hypot(*b)
     return sum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
 

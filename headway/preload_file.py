@@ -17,8 +17,8 @@ class NamedPrompt:
 
     Args:
         where: file and line.
-        system: of chats: the system message.
-        text: of completions: their first words. Either this or `system` is there.
+        system: the system message of chats.
+        text: the first words of completions. Either this or `system` is there.
     """
 
     name: str

@@ -25,12 +25,12 @@ def key_digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What comes with an API key.
+    """What an API key gives access to.
 
     Args:
         default: class of requests that name none; empty for the table's.
         best: the most urgent class that they may name; empty for any.
-        created, note: for whoever keeps the keys.
+        created, note: notes for the person who keeps the keys.
     """
 
     tenant: str = DEFAULT_TENANT
@@ -42,10 +42,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class TenantFile:
-    """What the file says.
+    """The contents of a file of tenants.
 
     Args:
-        keys: by the SHA-256 of each key.
+        keys: what each key gives access to, by its SHA-256.
         path: where it was read; empty where there is no file.
     """
 
@@ -113,7 +113,7 @@ def read_tenant_file(path: str) -> TenantFile:
 
 
 def parse_tenant_file(path: str, text: str) -> TenantFile:
-    """As read_tenant_file(), of a text."""
+    """Check a text like read_tenant_file() checks a file; `path` names it in errors."""
 
     def make(content: Mapping[str, Any]) -> TenantFile:
         table = tenants_of(content)

@@ -1,3 +1,3 @@
-"""Which version of Headway this is, for those of its modules that the package itself imports."""
+"""The version of Headway, for modules that the package itself imports."""
 
 __version__ = "0.1.0"

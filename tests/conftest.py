@@ -112,7 +112,9 @@ COUNT_FROZEN = gc.get_freeze_count
 
 
 def _import_share() -> None:
-    """In a fresh clone all workers would compile all files at once. Each begins with some of its own, and finds the
+    """Compile this worker's share of the package.
+
+    All workers of a fresh clone would compile all files at once. So each begins with some of its own, and finds the
     code of the others when it comes to theirs.
     """
     number, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -148,7 +150,7 @@ def frozen() -> Iterator[None]:
 
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has not frozen anything."""
+    """Let the test run as in a process that has not frozen any object."""
     gc.unfreeze()
     monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
     yield

@@ -248,7 +248,7 @@ def conversation(rng: random.Random) -> list[Turn]:
 
 
 def texts(seed: int) -> Iterator[list[Turn] | str]:
-    """Without end: conversations, and now and then a story or a topic as plain text."""
+    """Yield texts without end: conversations, and now and then a story or a topic as plain text."""
     rng = random.Random(seed)
     while True:
         plain = rng.random()

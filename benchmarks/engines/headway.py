@@ -36,7 +36,7 @@ class Headway:
             **extra,
         ).engine.core
         self._counts: dict[str, int] = {}
-        for thread in threading.enumerate():  # of the first start, which writes the weights that later ones read
+        for thread in threading.enumerate():  # threads of the first start write the weights that later ones read
             if thread.name == "headway-weights":
                 thread.join()
 

@@ -89,7 +89,7 @@ class LlamaCpp:
         return list(self._counts)
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Of each row the token, its position, its sequence, and whether its logits are wanted."""
+        """Decode rows of a token, its position, its sequence, and whether its logits are wanted."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for place, (token, position, number, wanted) in enumerate(rows):

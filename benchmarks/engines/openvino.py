@@ -12,7 +12,7 @@ _GIB = 1 << 30
 
 
 def _properties(settings: Settings) -> dict[str, Any]:
-    """Of the CPU plugin; what was fastest where its default was not.
+    """Properties of the CPU plugin. They are what was fastest, if that is not the default.
 
     It computes in f32 where it is restricted to AVX2, as it does on such processors: they have no bf16.
     """

@@ -89,13 +89,13 @@ class Measured:
         return {"seconds": self._step_until(1) - began}
 
     def advance(self, *, new: int) -> dict[str, float | None]:
-        """At least `new` tokens more for each prompt that is held."""
+        """Generate at least `new` tokens more for each prompt that is held."""
         before, began = sum(self._counts), time.perf_counter()
         ended = self._step_until(min(self._counts) + new)
         return {"decode": (sum(self._counts) - before) / (ended - began), "seconds": ended - began}
 
     def answer(self, do: str, request: dict[str, int]) -> dict[str, float | None]:
-        """What one line of input asks for. Raises KeyError for anything else."""
+        """Do what one line of input asks for. Raises KeyError for anything else."""
         asked: dict[str, Callable[..., dict[str, float | None]]]
         asked = {"run": self.run, "hold": self.hold, "advance": self.advance}
         return asked[do](**request)

@@ -108,7 +108,7 @@ def _run_part(
 
 
 def _machine(record: Any, device: str, folder: Path) -> dict[str, Any]:
-    """As part.Machine reads it."""
+    """The fields of part.Machine, as JSON has them."""
     calibrations = record.rows("calibration")
     return {
         "device": device,

@@ -74,7 +74,7 @@ def _engine(machine: Machine, config: dict[str, Any], dtype: str, by_torch: bool
 
 
 def _logprobs(machine: Machine, config: dict[str, Any], dtype: str, by_torch: bool) -> torch.Tensor:
-    """Of every token of all prompts, but the first of each."""
+    """The log-probability of every token of all prompts, except the first of each."""
     llm = _engine(machine, config, dtype, by_torch)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in _prompts(machine)], params)

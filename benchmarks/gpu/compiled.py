@@ -38,7 +38,7 @@ from headway.kernels.weights import SILU, DeltaRule
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 # More of a thread's bytes in memory are a tile that is too large; a few are the compiler's choice.
 MOST_SPILLED = 256
-MULTIPROCESSORS = 132  # of the device that is compiled for where there is none; it decides how contexts are split
+MULTIPROCESSORS = 132  # those of the target where there is no device; they decide how contexts are split
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Launch:
     compiled: Any
 
     def row(self) -> Row:
-        """What it takes of a multiprocessor."""
+        """The row of what the kernel takes of a multiprocessor."""
         registers, spilled = resources(self.compiled.asm["ptx"])
         return {
             "kernel": self.kernel,
@@ -64,7 +64,7 @@ class Launch:
 
 @contextmanager
 def launches(only_compiled: bool = False) -> Iterator[list[Launch]]:
-    """Inside, the launches of Triton kernels are noted; only compiled, nothing runs."""
+    """Note the launches of Triton kernels inside. With `only_compiled`, they are compiled and nothing runs."""
     found: list[Launch] = []
     run = JITFunction.run
 
@@ -93,7 +93,7 @@ def resources(ptx: str) -> tuple[int, int]:
 
 
 def _ptxas(target: str) -> str:
-    """Triton has one of its own for Blackwell."""
+    """The path of ptxas. Triton has its own for Blackwell."""
     number = re.search(r"\d+", target)
     nvidia = triton.knobs.nvidia
     newer = getattr(nvidia, "ptxas_blackwell", None) if number and int(number[0]) >= 100 else None
@@ -186,7 +186,7 @@ def _attention(
 
 
 def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad) -> None:
-    """As DeepSeek-V3 has them: 128 heads over 512 numbers and a key of 64."""
+    """Compile attention over latents like DeepSeek-V3's: 128 heads over 512 numbers and a key of 64."""
     block = torch.zeros(1, 1, BLOCK_SIZE, 576, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, 128, 576, dtype=dtype)
     kernels.attention(query, LayerCache(block, block[..., :512]), geometry(load, "cpu"), 576**-0.5, None)

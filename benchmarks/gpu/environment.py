@@ -20,11 +20,11 @@ _INSTALL = "install them for this Python; where there is no network, carry them 
 
 
 class NotHere(Exception):
-    """Nothing can be measured here: one line that says why and what to do."""
+    """Nothing can be measured here. One line says why and what to do."""
 
 
 def look(packages: tuple[str, ...]) -> dict[str, Any]:
-    """Of this Python, by a process of its own: this one leaves the GPU alone."""
+    """What `collect` returns, from another process of this Python, so that this one leaves the GPU alone."""
     command = [sys.executable, "-m", "benchmarks.gpu.environment", *packages]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     try:
@@ -36,7 +36,7 @@ def look(packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Raises NotHere."""
+    """Check that everything is here that a measurement needs. Raises NotHere."""
     python = found["python"]["executable"]
     if missing := [name for name in found["missing"] if name in NEEDED]:
         raise NotHere(f"{python} has no {', '.join(missing)}: {_INSTALL}, or name another Python with PYTHON=")
@@ -59,7 +59,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def collect(packages: list[str]) -> dict[str, Any]:
-    """As `look` returns it."""
+    """Find out what is here: Python, its packages, torch, Triton, the driver and the GPUs."""
     found: dict[str, Any] = {
         "python": {"executable": sys.executable, "version": platform.python_version()},
         "missing": [name for name in packages if find_spec(name) is None],
@@ -86,7 +86,7 @@ def collect(packages: list[str]) -> dict[str, Any]:
 
 
 def _gpus(torch: Any) -> list[dict[str, Any]]:
-    """Those that torch sees."""
+    """The GPUs that torch sees."""
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -107,7 +107,7 @@ def _gpus(torch: Any) -> list[dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    """As nvidia-smi says; None where there is none."""
+    """The version of the driver by nvidia-smi; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

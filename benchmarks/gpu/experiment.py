@@ -54,7 +54,7 @@ def _profile(machine: Machine, name: str) -> Iterable[Row]:
 
 
 def row(profile: dict[str, Any]) -> Row:
-    """Of the whole profile what the table has."""
+    """The row of the table for a whole profile."""
     return {
         "model": Path(profile["model"]["name"]).name,
         "parameters": profile["model"]["parameters"],

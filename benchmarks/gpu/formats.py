@@ -100,7 +100,7 @@ class Experts:
         return chosen, torch.rand(tokens, self.per_token, device=device).softmax(1)
 
 
-def _some(machine: Machine, forms: dict[str, Format]) -> dict[str, Format]:
+def _selected(machine: Machine, forms: dict[str, Format]) -> dict[str, Format]:
     return dict(list(forms.items())[:2]) if machine.small else forms
 
 
@@ -112,9 +112,9 @@ def agreement(machine: Machine) -> Tasks:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _MOST_WRONG}
     found: Tasks = {}
     for short, dtype in dtypes.items():
-        for name, form in _some(machine, FORMATS).items():
+        for name, form in _selected(machine, FORMATS).items():
             found[f"product {name}, {short}"] = partial(_exact_product, machine, form, dtype)
-        for name, form in _some(machine, EXPERT_FORMATS).items():
+        for name, form in _selected(machine, EXPERT_FORMATS).items():
             found[f"experts {name}, {short}"] = partial(_exact_experts, machine, form, dtype)
     return found
 
@@ -133,7 +133,7 @@ def _exact_product(machine: Machine, form: Format, dtype: torch.dtype) -> Iterab
 
 @torch.inference_mode()
 def _exact_experts(machine: Machine, form: Format, dtype: torch.dtype) -> Iterable[Row]:
-    """The same of a mixture, expert by expert."""
+    """Compare a mixture with exact products, expert by expert."""
     sizes, tokens = (SMALL, (1, 3)) if machine.small else (Experts(16, 4, 1024, 768), (1, 3, 200))
     mixture = sizes.mixture(form, machine.device, CudaKernels(), dtype)
     for count in tokens:
@@ -168,16 +168,16 @@ def _held(row: Row, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Row:
 def kernels(machine: Machine, measure: Measure) -> Tasks:
     """One for each format, and experts of gpt-oss-20b's shape."""
     found: Tasks = {}
-    for name, form in _some(machine, FORMATS).items():
+    for name, form in _selected(machine, FORMATS).items():
         found[f"packed product {name}"] = partial(_products, machine, form, measure)
-    for name, form in _some(machine, EXPERT_FORMATS).items():
+    for name, form in _selected(machine, EXPERT_FORMATS).items():
         found[f"experts {name}"] = partial(_experts, machine, form, measure)
     return found
 
 
 @torch.inference_mode()
 def _products(machine: Machine, form: Format, measure: Measure) -> Iterable[Row]:
-    """Of matrices that no cache holds together, one after the other."""
+    """Time products with matrices that no cache holds together, one after the other."""
     rows, inputs, most = (64, 512, 0) if machine.small else (4096, 14336, GIB // 2)
     first = pack([(form.weight(rows, inputs, machine.device), None)], 1)
     copies = max(2, most // first.nbytes)

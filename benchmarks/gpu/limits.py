@@ -22,7 +22,7 @@ def stopwatch(machine: Machine) -> Stopwatch:
 
 
 def random(machine: Machine, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Of the size of weights."""
+    """Random numbers of the size of weights."""
     return filled(shape, dtype, machine.device)
 
 
@@ -50,7 +50,7 @@ def _measured(machine: Machine, name: str, amount: float, unit: str, call: Calla
 
 @torch.inference_mode()
 def _copy(machine: Machine) -> Iterable[Row]:
-    """Bytes read and bytes written."""
+    """Measure a copy, whose bytes are those read and those written."""
     source = random(machine, _bytes(machine) // 2)
     target = torch.empty_like(source)
     yield _measured(machine, "copy", 2 * source.nbytes, "B/s", lambda: target.copy_(source))
@@ -64,7 +64,7 @@ def _read(machine: Machine) -> Iterable[Row]:
 
 @torch.inference_mode()
 def _products(machine: Machine, name: str) -> Iterable[Row]:
-    """The best of some sizes."""
+    """Measure products of some sizes, and yield the best."""
     sides = (64,) if machine.small else (4096,) if name == "float32" else (4096, 8192, 16384)
     rows = []
     for side in sides:

@@ -18,7 +18,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Tasks = dict[str, Callable[[], Iterable[Row]]]
-# After such an error nothing works in this process any more.
+# Nothing works in this process after such an error.
 _STICKY = ("CUDA error", "Error [CUDA]", "AcceleratorError")
 _LINES_OF_AN_ERROR = 6
 
@@ -56,7 +56,7 @@ class Machine:
 
 
 class Lines:
-    """Where results go: a file that the starting process reads while it grows."""
+    """The file of results, which the starting process reads while it grows."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

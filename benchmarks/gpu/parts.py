@@ -37,12 +37,12 @@ class Part:
     parity_tests: bool | None = None
 
     def command(self, lines: Path, done: Path, machine: Path) -> list[str]:
-        """To run the tasks but for those that `done` names, and write what comes of them to `lines`."""
+        """The command that runs the tasks except those that `done` names, and writes their results to `lines`."""
         if self.parity_tests is None:
             return [sys.executable, "-m", "benchmarks.gpu.part", self.name, str(lines), str(done), str(machine)]
         files = [str(file) for file in gpu_tests(TESTS) if is_parity(file) == self.parity_tests]
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.reporting", "-p", "no:cacheprovider"]
-        # Without the options of pyproject.toml, some of which belong to plug-ins that may be missing.
+        # The options of pyproject.toml are left out: some belong to plug-ins that may be missing.
         return [
             *command,
             "-o",

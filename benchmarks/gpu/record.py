@@ -37,7 +37,7 @@ class Record:
 
     @classmethod
     def open(cls, folder: Path, machine: dict[str, Any], name: str) -> Record:
-        """With what the file has already, if there is one that can be read."""
+        """Open the record of a machine, with what its file has if there is one that can be read."""
         path = folder / f"{slug(name)}.json"
         version = {
             "sources": fingerprint(ROOT), "torch": machine["torch"].get("version"), "triton": machine["triton"],
@@ -59,7 +59,7 @@ class Record:
         return Outcome(dict(known["tasks"]), list(known.get("left", [])), bool(known.get("cut")))
 
     def is_done(self, part: str) -> bool:
-        """Nothing of it is left to be run."""
+        """Whether nothing of a part is left to be run."""
         kept = self.kept(part)
         return bool(kept.tasks) and not kept.left and not kept.cut
 
@@ -87,7 +87,7 @@ def slug(name: str) -> str:
 
 
 def fingerprint(root: Path) -> str:
-    """Of all source files, so that it also tells apart what is in no commit, and works without git."""
+    """A digest of all source files. It also covers what is in no commit, and works without git."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for file in sorted((root / folder).rglob("*")):
@@ -98,7 +98,7 @@ def fingerprint(root: Path) -> str:
 
 
 def commit(root: Path) -> str:
-    """As git says, with "and changes" where there are some; "unknown" without git."""
+    """The commit by git, with "and changes" if there are some; "unknown" without git."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         status = ["git", "status", "--porcelain", "--", *_SOURCES]

@@ -53,13 +53,13 @@ class Outcome:
 
 
 def environment() -> dict[str, str]:
-    """Of a part's processes: this very source, no network, and Triton's compiler, whatever this one has."""
+    """The environment of a part's processes: this source, no network, and Triton's compiler, not its interpreter."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     plain = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "160"}
     return {**os.environ, **plain, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
 
 
-Command = Callable[[Path, Path], list[str]]  # of the file of lines, and of the file with the names of tasks done
+Command = Callable[[Path, Path], list[str]]  # takes the file of lines, and the file with the names of tasks done
 
 
 def run(
@@ -157,7 +157,7 @@ class _Follower:
 
 
 def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float, task_seconds: float) -> str | None:
-    """Until it ends by itself. Says _TIME where the deadline came first, or that a task took too long."""
+    """Wait until the process ends by itself. Returns _TIME if the deadline came first, or that a task took too long."""
     while process.poll() is None:
         time.sleep(_POLL_S)
         follower.read()
@@ -171,7 +171,7 @@ def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it has started in its group."""
+    """End the process, and those that it has started in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -198,10 +198,10 @@ def _last_words(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").split("\n")
-    return "\n".join(list(_said(lines))[-_LAST_LINES:])
+    return "\n".join(list(_row_said(lines))[-_LAST_LINES:])
 
 
-def _said(lines: list[str]) -> Iterator[str]:
+def _row_said(lines: list[str]) -> Iterator[str]:
     for line in lines:
         if text := line.rstrip():
             yield "".join(each if each.isprintable() else "?" for each in text)[:300]

@@ -41,7 +41,7 @@ class Grid:
         return read_shape(SHAPES[self.model], self.model)
 
     def cache_tokens(self, batch: int, context: int) -> int:
-        """Of the pool, for decodes of so many."""
+        """Tokens that the pool must hold for decodes of so many sequences."""
         return (batch + 1) * (context + UNTIMED + MOST_STEPS + 2 * BLOCK)
 
 
@@ -134,7 +134,7 @@ def _prompt(machine: Machine, grid: Grid, engine: Engine, tokens: int) -> Iterab
 
 
 def _gaps(machine: Machine, engine: Engine, batch: int, context: int, fits: bool) -> Iterable[Row]:
-    """Of some decodes under torch's profiler, which needs CUPTI: how long kernels ran, and which."""
+    """Profile some decodes by torch, which needs CUPTI: which kernels ran, and for how long."""
     _need(fits, batch, context)
     if machine.device != "cuda":
         raise Skipped("a CPU has no gap between steps")

@@ -62,7 +62,7 @@ def _left_out(name: str, part: dict[str, Any]) -> list[str]:
 
 
 def failures(record: Record, names: Sequence[str]) -> str:
-    """Each with the first lines of its error."""
+    """All failures, each with the first lines of its error."""
     found = [
         f"{name}: {task}\n" + "\n".join(f"    {line}" for line in about["error"].splitlines())
         for name, part in _parts(record, names)
@@ -77,7 +77,7 @@ def _parts(record: Record, names: Sequence[str]) -> list[tuple[str, dict[str, An
 
 
 def columns(title: str, header: Cells, rows: Sequence[Cells]) -> str:
-    """In columns, numbers to the right; "" without rows."""
+    """Format rows in columns, with numbers to the right; "" without rows."""
     if not rows:
         return ""
     widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
@@ -105,7 +105,7 @@ def limits(record: Record) -> str:
 
 
 def compiled(record: Record) -> str:
-    """By kernel, as there are dozens of shapes: the most that any takes."""
+    """A table of the most that any shape of a kernel takes, because there are dozens of shapes."""
     most: dict[str, dict[str, int]] = {}
     names = ("registers", "spilled_bytes", "shared_bytes")
     for row in record.rows("compiled"):
@@ -178,7 +178,7 @@ def _calibrated(record: Record) -> CalibratedMachine | None:
 
 
 def _predicted(machine: CalibratedMachine | None, row: dict[str, Any]) -> float | None:
-    """Seconds of the step."""
+    """The predicted seconds of the step."""
     if machine is None:
         return None
     shape = read_shape(SHAPES[row["model"]], row["model"])

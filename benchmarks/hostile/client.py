@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-_KEPT_BYTES = 4 << 20  # of what came back on one connection; the rest is only counted
+_KEPT_BYTES = 4 << 20  # most that is kept of what came back on one connection; the rest is only counted
 _READ_BYTES = 1 << 16
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) [^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)

@@ -11,7 +11,7 @@ from benchmarks.hostile.client import Answer, Talk
 
 MB = 1 << 20
 BODY_BYTES = 8 * MB  # what the server takes by default (--max-body-size)
-CONTEXT = 1024  # of the bundled model
+CONTEXT = 1024  # the bundled model's context
 # The template of Llama 3 does this with tools: each value is on a line of its own, behind its indentation.
 INDENTED = "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 # Templates are files of a checkpoint, which others have written.
@@ -75,7 +75,7 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 
 def listed(item: str, size: int = BODY_BYTES - 4096) -> str:
-    """So many bytes of JSON array of one item, again and again."""
+    """A JSON array of so many bytes, with one item again and again."""
     count = size // (len(item.encode()) + 1)
     return "[" + ",".join([item] * count) + "]"
 

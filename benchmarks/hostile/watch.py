@@ -25,7 +25,7 @@ MOST_MB = 6000.0  # a server that takes more is killed, so that its machine goes
 
 @dataclass
 class Seen:
-    """Between two times: the longest of what overlaps them, and the largest memory."""
+    """What was seen between two times: the longest waits that overlap them, and the largest memory."""
 
     health_ms: float
     gap_ms: float

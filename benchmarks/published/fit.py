@@ -20,7 +20,7 @@ from headway.cost.hardware import Hardware
 METRICS = ("ttft_ms", "tpot_ms", "output_tokens_per_s")
 # Architectures with several sources of their own.
 WELL_MEASURED = ("ampere", "hopper")
-# Of figures that nothing is wrong with, in the logarithm: what an error is weighed by.
+# The usual errors of sound figures, in the logarithm. Errors are weighed by them.
 USUAL_ERROR = {"ttft_ms": 0.15, "tpot_ms": 0.08, "output_tokens_per_s": 0.08}
 
 
@@ -57,7 +57,7 @@ class Table:
         self._made: dict[tuple[str, str], Efficiency] = {}
 
     def efficiency(self, hardware: Hardware, engine: str) -> Efficiency:
-        """As `headway.cost.catalogue.efficiency` merges the sections."""
+        """The efficiency, with sections merged as `headway.cost.catalogue.efficiency` does."""
         key = (hardware.architecture, engine)
         if key not in self._made:
             merged = dict(self.sections["all"])
@@ -78,7 +78,7 @@ class Compared:
 
     @property
     def log_ratio(self) -> float:
-        """Of predicted to measured."""
+        """The logarithm of predicted / measured."""
         return math.log(self.predicted / self.measured)
 
     @property
@@ -129,7 +129,7 @@ MOST_KNOWN = 50_000
 
 @dataclass(frozen=True)
 class _Residuals:
-    """Of the logarithms of the parameters: figures, each by its usual error, and distances from the guesses."""
+    """Residuals by the logarithms of parameters: errors over usual errors, and distances from the guesses."""
 
     rows: Sequence[Row]
     parameters: Sequence[Parameter]

@@ -22,13 +22,13 @@ from headway.planner.loads import PROMPTS_A_CLIENT
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
-PLAN_SPREAD = 0.1  # of `headway plan`
-MOST_ROUNDS = PROMPTS_A_CLIENT  # of a closed loop; more of them hardly change medians
+PLAN_SPREAD = 0.1  # the default of `headway plan`
+MOST_ROUNDS = PROMPTS_A_CLIENT  # most rounds in a closed loop; more hardly change medians
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """In the units of a `Row`; None where the row has no such figure either."""
+    """Predictions in the units of a `Row`; None where the row has no such figure either."""
 
     ttft_ms: float | None
     tpot_ms: float | None
@@ -79,7 +79,7 @@ def predict(row: Row, efficiency_of: EfficiencyOf) -> Predicted:
 
 
 def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
-    """Of a closed loop as `headway plan` has it, which does not know how, and how long, somebody measures."""
+    """The TTFT of a closed loop by `headway plan`, which does not know how, and how long, somebody measures."""
     found, clients = deployment(row, efficiency_of), int(row.load_value)
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
     limits = find_profile(row.engine).limits(found.hardware)
@@ -88,7 +88,7 @@ def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
 
 
 def _limits(row: Row) -> Limits:
-    """As its source says, or else the defaults of its engine's server."""
+    """The limits that the row's source states, or else the defaults of its engine's server."""
     usual, source = find_profile(row.engine).limits(find_hardware(row.hardware)), row.source
     return dataclasses.replace(
         usual,

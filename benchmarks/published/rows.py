@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Source:
-    """Where measurements come from.
+    """The source of measurements.
 
     Args:
         protocol: how it was measured, as far as it says.

@@ -31,14 +31,14 @@ def interrupts(stop: asyncio.Event, progress: Console) -> Iterator[None]:
             progress.print("Stopping: running requests have two seconds; press Ctrl-C again to stop at once.")
             stop.set()
 
-    # Not the loop's own handlers: it would come to call them after those of `interruptible`, too.
+    # The loop's own handlers would not do: it would call them after those of `interruptible`, too.
     with _handling(lambda *_: loop.call_soon_threadsafe(interrupt)):
         yield
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """For work that blocks the event loop: Ctrl-C and SIGTERM raise Interrupted in it."""
+    """Let Ctrl-C and SIGTERM raise Interrupted in work that blocks the event loop."""
 
     def interrupt(*_: Any) -> None:
         raise Interrupted

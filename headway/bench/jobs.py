@@ -140,7 +140,7 @@ def sweep_loads(options: BenchOptions) -> list[Load]:
 
 
 def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
-    """For each value of a sweep the same workload in other words."""
+    """The same workload with other prompts, for each value of a sweep."""
     assert options.sweep is not None
     base = options.workload
     return [dataclasses.replace(base, prompt_seed=base.seed + number) for number in range(len(options.sweep.values))]

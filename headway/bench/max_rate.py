@@ -157,7 +157,7 @@ class Prober:
         return f"its own delays may be more than 10 % of {', '.join(found)}" if found else ""
 
     def save(self, found: SearchResult) -> None:
-        """Say where the probes are; of those that can be had again at once, keep the last one at the rate found."""
+        """Say where the results of the probes are. If they were not kept, save the last run at the rate found."""
         if self.bench.keeps_probes:
             if self._paths:
                 many = f" to {self._paths[-1].name} ({len(self._paths)} files)" if len(self._paths) > 1 else ""

@@ -15,7 +15,7 @@ from headway.policy.objectives import checked_objectives, parse_objectives
 
 
 def percentiles(text: str) -> tuple[float, ...]:
-    """From "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
+    """Parse percentiles like "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
     found = []
     for part in text.split(","):
         try:
@@ -29,7 +29,7 @@ def percentiles(text: str) -> tuple[float, ...]:
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """From "16,256,1024". Raises BenchError where a part is not a whole number."""
+    """Parse numbers of tokens like "16,256,1024". Raises BenchError where a part is not a whole number."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -37,7 +37,7 @@ def token_counts(text: str) -> tuple[int, ...]:
 
 
 def key_values(values: Sequence[str]) -> dict[str, str]:
-    """From KEY=VALUE each. Raises BenchError where there is no = in one, or nothing before it."""
+    """Parse texts of the form KEY=VALUE. Raises BenchError where there is no = in one, or nothing before it."""
     pairs = {}
     for value in values:
         key, equals, rest = value.partition("=")

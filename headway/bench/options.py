@@ -187,7 +187,7 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go."""
+    """The flags that say where results go."""
 
     save: Annotated[bool, _results("Write the result as JSON.", "--save-result/--no-save-result")] = True
     detailed: Annotated[
@@ -219,7 +219,7 @@ class Sweep:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "rate:1,2,4" or "concurrency:1,8,64".
+        """Parse a sweep like "rate:1,2,4" or "concurrency:1,8,64".
 
         Raises:
             BenchError: it is neither, or has a value that is not above 0 (for a concurrency, not whole).
@@ -242,7 +242,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """All of a `headway bench`."""
+    """All options of `headway bench`."""
 
     target: Target
     arrivals: ArrivalFlags

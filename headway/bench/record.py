@@ -21,7 +21,7 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # the request's own limit passed
     AUTH = "auth"  # 401, 403
     NOT_FOUND = "not_found"  # 404: route or model unknown
-    REFUSED = "refused"  # by a limit that the server keeps on purpose: typed, with Retry-After
+    REFUSED = "refused"  # refused by a limit that the server keeps on purpose: typed, with Retry-After
     RATE_LIMITED = "rate_limited"  # any other 429
     CLIENT_ERROR = "client_error"  # any other 4xx, and 3xx
     SERVER_ERROR = "server_error"  # 5xx
@@ -31,14 +31,14 @@ class FailureKind(StrEnum):
     NO_TOKENS = "no_tokens"  # it ended well, without a token
     DRAIN_LIMIT = "drain_limit"  # had not ended when the run had waited for it as long as it may
     ABANDONED = "abandoned"  # still running, or never sent, when the run was interrupted
-    CANCELLED = "cancelled"  # by its client, as planned: no failure of the server
+    CANCELLED = "cancelled"  # cancelled by its client, as planned: no failure of the server
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     kind: FailureKind
     message: str  # one line
-    status: int | None = None  # of HTTP
+    status: int | None = None  # HTTP status
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class RequestRecord:
     """One request as the client saw it; a time of 0 has not come.
 
     Args:
-        index, class_name, tenant: of the PlannedRequest.
+        index, class_name, tenant: the fields of the PlannedRequest.
         scheduled_ns: when it was due. In a closed loop, and for a later turn, when it became due.
         sent_ns: just before its first byte was handed to the socket (a new connection's set-up comes after).
         connected_ns: when its connection stood; equal to sent_ns where one was kept open.
@@ -55,7 +55,7 @@ class RequestRecord:
         chunk_tokens: tokens of each such chunk where the server says so (continuous usage), else 1 each; 0 of vectors.
         tokens_per_chunk_known: chunk_tokens are the server's word.
         end_ns: when the response was complete, or failed.
-        prompt_tokens, output_tokens, cached_tokens: by the server's `usage`; None where it gave none.
+        prompt_tokens, output_tokens, cached_tokens: their numbers by the server's `usage`; None where it gave none.
         planned_prompt_tokens, planned_output_tokens: what was asked for.
         resent: how often it was sent again on a new connection, as the server had closed the one that was kept open.
         timings: Headway's `timings` object, where asked for and given.
@@ -86,7 +86,7 @@ class RequestRecord:
 
     @classmethod
     def of(cls, planned: PlannedRequest, due_ns: int) -> Self:
-        """Of a request that is due then, and unsent."""
+        """Make the record of a request that is due at `due_ns` and not sent yet."""
         return cls(
             index=planned.index,
             class_name=planned.class_name,
@@ -115,7 +115,7 @@ class RequestRecord:
 
     @property
     def failure_kind(self) -> FailureKind:
-        """Of a request that was not answered."""
+        """The kind of failure of a request that was not answered."""
         return self.failure.kind if self.failure is not None else FailureKind.NO_TOKENS
 
     @property
@@ -139,7 +139,7 @@ class ClientHealth:
     Args:
         loop_lag_ms: how late the event loop ran a timer, one sample every `sample_interval_s`.
         backlog_bytes: bytes that waited unread in the sockets, summed over them, at each sample.
-        start_lag_ms: for each request of an open loop, sent_ns - scheduled_ns.
+        start_lag_ms: sent_ns - scheduled_ns of each request of an open loop.
         cpu_share: processor seconds of this process per second of the run (1.0 is a whole core).
         reasons: why the run as a whole is client-bound, a sentence each; empty when it is not.
     """
@@ -163,12 +163,12 @@ class RunResult:
     Args:
         settings: JSON-able: base_url, model, endpoint, workload, arrivals, request_rate (requests/s; None where
             there is none), max_concurrency, seed, goodput, ... as the command line said them.
-        records: of the measured requests (no warm-ups), by index.
-        began_ns, ended_ns: from the start of the schedule to the end of the last request.
+        records: the records of the measured requests (no warm-ups), by index.
+        began_ns, ended_ns: the start of the schedule, and the end of the last request.
         interrupted: stopped by the user before all requests were done.
         server: what the server says of itself: name, version, model, max_model_len; and `metrics`, the change
             of its own metrics over the run, where it has some.
-        energy_joules: of the machine over the run, where power can be read; None elsewhere.
+        energy_joules: the energy of the machine over the run, where power can be read; None elsewhere.
         probes: short requests that were sent beside the load; they are in none of its numbers.
     """
 

@@ -61,11 +61,12 @@ class Reporting:
 
     Args:
         stop: is set when the user has had enough.
-        out: for results; progress: for what happens meanwhile.
+        out: the console for results.
+        progress: the console for what happens meanwhile.
     """
 
     title: str | None = None
-    keeps_probes = True  # of a search; False where they cost nothing to repeat
+    keeps_probes = True  # those of a search; False where they cost nothing to repeat
 
     def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
         self.claims, self.output = claims, output
@@ -85,7 +86,7 @@ class Reporting:
         """The numbers of a run.
 
         Args:
-            price_per_hour: of all servers; None is that of the claims.
+            price_per_hour: the price of all servers; None is that of the claims.
         """
         claims = self.claims
         summaries = summarise_all(

@@ -13,9 +13,9 @@ class Prompt:
     """What is asked, in exactly one of four forms.
 
     Args:
-        text: for all but rankings; in a chat it becomes one user message.
-        token_ids: for /v1/completions and /v1/embeddings only.
-        messages: for /v1/chat/completions; on /v1/completions their contents are joined by newlines.
+        text: a text for all APIs but rankings; in a chat it becomes one user message.
+        token_ids: ids for /v1/completions and /v1/embeddings only.
+        messages: messages for /v1/chat/completions; on /v1/completions their contents are joined by newlines.
         several: texts, or token ids, for one request for embeddings; the query and then the documents of a ranking.
     """
 

@@ -44,7 +44,7 @@ def to_columns(records: Sequence[RequestRecord], began_ns: int) -> dict[str, Any
     for name, (_, default) in PLAIN.items():
         _put(columns, name, [getattr(record, name) for record in records], default)
     for name in TIMES:
-        _put(columns, name, [_after(getattr(record, name), began_ns) for record in records], None)
+        _put(columns, name, [_offset(getattr(record, name), began_ns) for record in records], None)
     _put(columns, "chunk_ns", [_gaps(record.chunk_ns, began_ns) for record in records], [])
     _put(columns, "chunk_tokens", [_tokens(record) for record in records], None)
     _put(columns, "failure", [record.failure and asdict(record.failure) for record in records], None)
@@ -95,7 +95,7 @@ def _get(columns: dict[str, Any], name: str, count: int, kind: Any, default: Any
     return values
 
 
-def _after(ns: int, began_ns: int) -> int | None:
+def _offset(ns: int, began_ns: int) -> int | None:
     return ns - began_ns if ns else None
 
 

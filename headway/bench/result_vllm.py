@@ -67,7 +67,7 @@ def vllm_keys(
         "burstiness": settings.get("burstiness", 1.0),
         "max_concurrency": settings.get("max_concurrency"),
         **_totals(result, objectives, by_class),
-        **_per_request(result.records),
+        **_request_lists(result.records),
     }
     for name, latencies in _latencies(result.records).items():
         values |= _statistics(name, latencies, percentiles)
@@ -105,7 +105,7 @@ def _totals(
     }
 
 
-def _per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+def _request_lists(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     """Seconds; 0 or [] where a request had no tokens."""
     return {
         "input_lens": [prompt_tokens(record) for record in records],
@@ -175,7 +175,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class _Detailed(msgspec.Struct):
-    """What a run is read from."""
+    """The fields of a detailed result that a run is read from."""
 
     start_times: list[Seconds]
     ttfts: list[Seconds]

@@ -28,7 +28,7 @@ from headway.files import write_files
 
 FORMAT = 1
 _WANTED = "give the JSON file of a run, such as one of bench-results/"
-MOST_NAME_BYTES = 80  # of a label or a model in the name of a file
+MOST_NAME_BYTES = 80  # most bytes of a label or a model in the name of a file
 
 
 def to_json(
@@ -44,11 +44,11 @@ def to_json(
     """All that is known of a run, as an object for `write_json`.
 
     Args:
-        summaries: of `summarise_all`.
-        percentiles: of the keys of `vllm bench serve` (`p99_ttft_ms` and so on); those are plain numbers, however few
-            requests there were. Ours are in the summaries, with intervals, or null where the claim is refused.
+        summaries: the summaries of `summarise_all`.
+        percentiles: those in the keys of `vllm bench serve` (`p99_ttft_ms` and so on); those are plain numbers, however
+            few requests there were. Ours are in the summaries, with intervals, or null where the claim is refused.
         save_detailed: the lists of `vllm bench serve --save-detailed` too.
-        date: of the result; None is now.
+        date: the date of the result; None is now.
     """
     keys = vllm_keys(
         result, percentiles, objectives, objectives_by_class, date or datetime.now().astimezone(), save_detailed
@@ -136,7 +136,7 @@ def load_json(path: Path) -> RunResult:
 
 
 def default_file_name(result: RunResult, date: datetime | None = None) -> str:
-    """As `vllm bench serve` names it: {label or backend}-{rate}qps-{model}-{date}.json."""
+    """The file name that `vllm bench serve` would use: {label or backend}-{rate}qps-{model}-{date}.json."""
     settings = result.settings
     rate, most = settings.get("request_rate"), settings.get("max_concurrency")
     parts = [
@@ -161,7 +161,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _failures(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
-    """By kind: how many, and what the first of them said."""
+    """The number of failures of each kind, and the message of the first."""
     failures: dict[str, dict[str, Any]] = {}
     for record in records:
         if record.failure is not None and record.failed:
@@ -200,7 +200,7 @@ def _whole_characters(value: Any) -> Any:
 
 
 def _encodable(value: Any) -> Any:
-    """For what JSON cannot hold: a finished run must not be lost over one value of its settings."""
+    """Make JSON of any value, so that a finished run is not lost over one value of its settings."""
     if isinstance(value, array):
         return value.tolist()
     if hasattr(value, "item"):  # numpy's scalars

@@ -180,7 +180,7 @@ class Bench(Runner):
         return "", dataclasses.replace(load, spec=dataclasses.replace(load.spec, prompt_seed=secrets.randbits(31)))
 
     async def run(self, load: Load, label: str = "") -> Run:
-        """As Runner.run(); raises what `plan` and `Session.measure` do."""
+        """Do what Runner.run() promises. Raises what `plan` and `Session.measure` raise."""
         salt, load = self._fresh(load)
         workload = self.plan(load.spec)
         source, rate = self.session.source, self.options.probe_rate

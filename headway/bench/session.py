@@ -82,8 +82,8 @@ class Session:
 
         Args:
             settings: what is kept with the result as what was asked for.
-            cache_salt: of all requests; for a server that honours one.
-            keep_text: of all answers; those that later turns need are kept in any case.
+            cache_salt: the salt of all requests; for a server that honours one.
+            keep_text: whether to keep the texts of all answers. Those that later turns need are kept in any case.
             The rest: see `run_load`.
 
         Raises:
@@ -113,13 +113,13 @@ class Session:
             about = self.server.about | {"on_this_machine": surroundings.is_here}
         if outcome.gave_up is not None:
             raise BenchError(f"{endpoint.base_url}: {outcome.gave_up}")
-        outcome.settings = {**settings, **_what_happened(outcome)}
+        outcome.settings = {**settings, **_departures(outcome)}
         outcome.server = about | ({"metrics": metrics} if metrics else {})
         outcome.energy_joules = joules
         return outcome
 
 
-def _what_happened(outcome: LoadOutcome) -> dict[str, Any]:
+def _departures(outcome: LoadOutcome) -> dict[str, Any]:
     """How the run departed from its settings; empty when it did not."""
     happened = {
         "never_due": outcome.never_due,
@@ -146,7 +146,7 @@ class _Surroundings:
         self._watching: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """The measured part begins."""
+        """Note that the measured part begins."""
         self._before = await self._scrape()
         self.is_here = await self._look()
         self._meter = energy_meter() if self.is_here else None

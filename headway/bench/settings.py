@@ -1,4 +1,4 @@
-"""What is kept with a result as what was asked for."""
+"""The settings that are saved with a result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings_of(
 def settings_of_load(
     spec: WorkloadSpec, workload: Workload, max_concurrency: int | None, claims: Claims, output: Output
 ) -> dict[str, Any]:
-    """What does not depend on who is asked."""
+    """The settings that do not depend on which server is asked."""
     arrival = spec.arrival
     return {
         "label": output.label,

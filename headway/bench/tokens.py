@@ -1,4 +1,4 @@
-"""Which tokens prompts are made of, for the server at hand."""
+"""Finds the tokens of which prompts are made, for the server at hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def token_source(target: Target, server: Server) -> tuple[TokenSource, str
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """From a folder, or from a model of the Hugging Face hub.
+    """Load the tokenizer of a folder, or of a model of the Hugging Face hub.
 
     Raises:
         BenchError: there is none, or it is broken.

@@ -1,1 +1,1 @@
-"""What this machine can do at most: measured, in a process of its own (`python -m headway.calibration`)."""
+"""Measures the most that this machine can do, in a process of its own (`python -m headway.calibration`)."""

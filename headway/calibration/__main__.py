@@ -60,7 +60,7 @@ def _kernels() -> bytes:
 
 
 def _compile() -> None:
-    """What the bundled model's first start would compile, and that of most models in bfloat16."""
+    """Compile what the first start of the bundled model would compile, and that of most models in bfloat16."""
     from headway.bundled import STORY
     from headway.engine.config import EngineConfig
     from headway.engine.start import start_engine

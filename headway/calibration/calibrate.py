@@ -33,11 +33,11 @@ from headway.calibration.stopwatch import stopwatch_of
 from headway.calibration.store import CalibratedMachine, check_name
 from headway.cost.hardware import Hardware
 
-# What is happening, and how much of all there is to do is done, 0 to 1.
+# A function that is called with what is happening, and the share of all work that is done, 0 to 1.
 Listener = Callable[[str, float], None]
 
-LEAST_S = 5e-3  # of a run: the engine's threads, asleep before it, are awake for most of it, as in a step
-QUANTISED_STRIDE = 2  # of the numbers of tokens, every second: what is measured of quantised weights costs time too
+LEAST_S = 5e-3  # a run is so long that the engine's threads, asleep before it, are awake for most of it, as in a step
+QUANTISED_STRIDE = 2  # every second number of tokens is measured with quantised weights, to save time
 MOST_SCATTER = 0.25  # half of the rounds of half of the pieces so far above the best: the machine is busy
 
 
@@ -52,9 +52,9 @@ def calibrate(
     """Measure this machine and this engine on it. It wants the machine to itself.
 
     Args:
-        name: of the entry; None makes one from the processor's or GPU's name.
+        name: the name of the entry; None makes one from the processor's or GPU's name.
         device: auto, cpu or cuda.
-        threads: of a CPU; None takes one for each core that this process may use.
+        threads: threads of a CPU; None takes one for each core that this process may use.
         effort: quick (some seconds, and coarse), default (about a minute) or full (some minutes).
         amount: what to measure, in place of what the effort names.
 
@@ -164,7 +164,7 @@ def _cases(hardware: Hardware, peaks: MachinePeaks, effort: Effort) -> Iterator[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """As in the engine's own process, where what was loaded is kept out of it."""
+    """Keep the garbage collector from running, as the engine's process keeps it off what it has loaded."""
     gc.collect()
     gc.disable()
     try:

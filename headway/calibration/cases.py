@@ -26,12 +26,12 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK_SIZE = 16
 LINEAR = (Operation.QKV, Operation.OUTPUT, Operation.GATE_UP, Operation.DOWN)
 STREAM_ROW = 4096
-FILL = 0x3C24  # of a CPU: 0.01 as bfloat16 and as float32 in pairs, 1.04 as float16
+FILL = 0x3C24  # the fill on a CPU: 0.01 as bfloat16 and as float32 in pairs, 1.04 as float16
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`call` does the piece `runs` times."""
+    """A piece to time. `call` does it `runs` times."""
 
     piece: Piece
     call: Callable[[], object]

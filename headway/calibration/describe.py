@@ -36,7 +36,7 @@ def hardware_of(name: str | None, peaks: MachinePeaks) -> Hardware:
     """The device by its measured peaks, with the rates of fp16 and int8 as torch has them, where it has them.
 
     Args:
-        name: of the entry; None makes one from the device's name.
+        name: the name of the entry; None makes one from the device's name.
     """
     cuda = peaks.device == "cuda"
     flops = {

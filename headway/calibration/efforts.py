@@ -19,17 +19,17 @@ class Effort:
 
     Args:
         rounds: runs of each piece.
-        piece_s: of one run, at most, as far as the machine's peaks tell.
-        tokens: of linear layers.
-        layers: shapes of their layers.
-        heads: of attention.
-        loads: of attention.
-        element_tokens: of element-wise operations.
+        piece_s: seconds of one run, at most, as far as the machine's peaks tell.
+        tokens: the numbers of tokens that linear layers are timed with.
+        layers: shapes of the linear layers.
+        heads: shapes of the heads that attention is timed with.
+        loads: sequences that attention is timed with.
+        element_tokens: the numbers of tokens that element-wise operations are timed with.
         depths: layers of the tiny models.
-        batches: sequences of their steps.
-        steps: of each of those in a round.
+        batches: numbers of sequences in a step of the tiny models.
+        steps: the number of such steps in a round.
         pool: bytes of weights and caches, unless the largest read by which the bandwidth was measured is more.
-        peaks_share: of the whole time, roughly, that goes to the machine's peaks before all this.
+        peaks_share: the share of the whole time, roughly, that goes to the machine's peaks before all this.
     """
 
     rounds: int

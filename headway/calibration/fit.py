@@ -1,4 +1,4 @@
-"""From timed pieces to an `Efficiency`: what the cost model needs to know of this engine on this machine.
+"""Fits an `Efficiency`, which the cost model needs to know of this engine on this machine, to timed pieces.
 
 Every fit is one of relative errors, as a piece of a microsecond matters as much as one of a second. Nothing overlaps
 (sharpness 1): the time of an operation is that of its arithmetic and of its traffic together, and the measured factor
@@ -26,7 +26,7 @@ from headway.cost.timing import Deployment
 
 Shapes = Callable[[int], ModelShape]
 Curve = tuple[tuple[int, float], ...]
-MAIN = ("bf16", "fp16", "fp32")  # of whose factors the first that was measured counts for all other formats
+MAIN = ("bf16", "fp16", "fp32")  # the factor of the first that was measured counts for all other formats
 STEP_DTYPE = "bfloat16"
 
 
@@ -34,8 +34,9 @@ def fit(hardware: Hardware, samples: Sequence[Sample], kernel_call_s: float, sha
     """The efficiency that describes the samples best.
 
     Args:
-        kernel_call_s: of a kernel with nothing to do; taken off the pieces, as steps have gaps of their own.
-        shape: of the model whose steps were timed, by its layers.
+        kernel_call_s: the time of a kernel with nothing to do. It is taken off the pieces: steps have gaps of their
+            own.
+        shape: the shape of the model whose steps were timed, by its layers.
     """
     found: dict[Kind, list[Sample]] = {kind: [each for each in samples if each.piece.kind is kind] for kind in Kind}
     elements = _elements(hardware, found[Kind.ELEMENTS])
@@ -73,7 +74,7 @@ def predicted(hardware: Hardware, efficiency: Efficiency, piece: Piece, kernel_c
 def errors(
     hardware: Hardware, efficiency: Efficiency, samples: Sequence[Sample], kernel_call_s: float, shape: Shapes
 ) -> dict[str, float]:
-    """By kind of sample: the median of |predicted / measured - 1|."""
+    """The median of |predicted / measured - 1| for each kind of sample."""
     found: dict[str, list[float]] = {}
     for each in samples:
         ratio = predicted(hardware, efficiency, each.piece, kernel_call_s, shape) / each.median
@@ -84,7 +85,7 @@ def errors(
 def residuals(
     hardware: Hardware, efficiency: Efficiency, samples: Sequence[Sample], kernel_call_s: float, shape: Shapes
 ) -> dict[str, tuple[float, float]]:
-    """By kind of sample: factors on a prediction between which four in five runs lie.
+    """Two factors on a prediction for each kind of sample. Four in five runs lie between them.
 
     A machine is as fast as in its best round at times, and at times as much slower than the median as the best is
     faster: the ends are quantiles of the ones and of the others. No end is on the wrong side of 1.
@@ -102,14 +103,14 @@ def residuals(
 
 
 def _elements(hardware: Hardware, samples: Sequence[Sample]) -> float:
-    """Share of the bandwidth, beside a constant for each kernel."""
+    """The share of the bandwidth that element-wise operations reach, beside a constant for each kernel."""
     columns = [[each.piece.work.activation_bytes / hardware.bytes_per_s, each.piece.kernels] for each in samples]
     traffic, _ = least_squares(columns, [each.median for each in samples], (1e-3, 0.0))
     return 1.0 / traffic
 
 
 def _linear(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], kernel_call_s: float) -> dict[str, Curve]:
-    """By format: measured over predicted for each number of tokens, the geometric mean over shapes."""
+    """A curve for each format: measured over predicted time by number of tokens, as geometric mean over shapes."""
     ratios: dict[str, dict[int, list[float]]] = {}
     for each in samples:
         gaps = each.piece.kernels * kernel_call_s
@@ -123,7 +124,7 @@ def _linear(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], ker
 
 
 def _attention(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], kernel_call_s: float) -> Efficiency:
-    """Reading the cache, products and scores, one after the other; neither of the first two beats the machine."""
+    """Fit attention as reads of the cache, products and scores in turn. Reads and products never beat the machine."""
     columns, seconds = [], []
     for each in samples:
         work = each.piece.work
@@ -142,10 +143,10 @@ def _attention(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], 
 
 
 def _host(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], shape: Shapes) -> Efficiency:
-    """What steps of tiny models take beyond their operations: of each kernel, each step and each sequence.
+    """Fit the time that each kernel, step and sequence of tiny models takes beyond its operations.
 
-    A fourth coefficient takes up what operations of so few numbers cost in each layer and sequence beyond what the
-    model says of them; in models of the usual size that is nothing.
+    A fourth coefficient is what operations on so few numbers cost, in each layer and sequence, beyond their prediction.
+    It is not kept, because it is nothing in models of the usual size.
     """
     counting = replace(base, kernel_s=1.0)
     columns, seconds = [], []

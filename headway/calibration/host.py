@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def tiny_shape(layers: int) -> ModelShape:
-    """Of the model that `HostBench` runs."""
+    """The shape of the model that `HostBench` runs."""
     return read_shape({**CONFIG, "num_hidden_layers": layers}, "the tiny model")
 
 
@@ -45,8 +45,8 @@ class HostBench:
     """The engine with a tiny model of random weights, in this process.
 
     Args:
-        layers: of the model; each adds ten kernels to a step and little else.
-        steps: that are timed at a time.
+        layers: the number of layers of the model; each adds ten kernels to a step and little else.
+        steps: the number of steps that are timed at a time.
     """
 
     def __init__(self, layers: int, device: str, threads: int | None, steps: int) -> None:
@@ -72,7 +72,7 @@ class HostBench:
         )
 
     def seconds(self, sequences: int) -> list[float]:
-        """Of some decode steps."""
+        """The seconds that each of some decode steps takes."""
         core = self._core
         with _decoding(core, sequences, UNTIMED + self._steps + 2, self._ids):
             for _ in range(UNTIMED):
@@ -96,7 +96,7 @@ def _settings(folder: str, device: str, threads: int | None) -> EngineConfig:
 
 @contextmanager
 def _decoding(core: EngineCore, sequences: int, tokens: int, ids: Iterator[int]) -> Iterator[None]:
-    """Inside, so many sequences decode in every step; `tokens` is more than anybody takes."""
+    """Let `sequences` sequences decode in every step inside. `tokens` must be more than any of them takes."""
     greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     names = [str(next(ids)) for _ in range(sequences)]
     for name in names:

@@ -11,7 +11,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def processor_name() -> str:
-    """Its model name, or the architecture where the system does not say."""
+    """The model name of the processor, or its architecture if the system does not say."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -23,7 +23,7 @@ def processor_name() -> str:
 
 
 def largest_cache_bytes(folder: Path = _CACHES) -> int:
-    """Of the first core's caches, shared ones included; 0 where it is not known."""
+    """The size of the largest cache of the first core, shared ones included; 0 where it is not known."""
     sizes = [0]
     for file in folder.glob("index*/size"):
         try:

@@ -1,4 +1,4 @@
-"""Measuring a device: streaming reads, matrix products, and what a call costs.
+"""Measures a device: streaming reads, matrix products, and the cost of a call.
 
 Streaming reads are timed with what reads fastest here: on a CPU the engine's own linear layer with one token, which
 streams weights through all threads as decoding does, or torch's sum, whichever is faster. Products are timed with
@@ -43,7 +43,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 
 class CalibrationError(ValueError):
-    """It can't be measured as asked; one line that says what to change."""
+    """The machine can't be measured as asked; one line says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Effort:
     """How long to measure.
 
     Args:
-        budget_s: for each implementation and size.
+        budget_s: the seconds for each implementation and size.
         read_sizes: bytes, beside one far larger than the cache.
         gemm_sizes: sides of square matrices.
     """
@@ -80,7 +80,7 @@ def measure(
 
     Args:
         device: auto, cpu or cuda.
-        threads: of a CPU; None takes as many as the engine would.
+        threads: threads of a CPU; None takes as many as the engine would.
         quick: some seconds; otherwise more sizes and repeats, about a minute.
         on_stage: hears what is measured next.
 

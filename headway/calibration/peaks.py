@@ -44,16 +44,16 @@ class MachinePeaks:
 
     Args:
         device: "cpu" or "cuda".
-        name: of the processor or the GPU.
-        threads: that took part; 0 on a GPU.
-        memory_bytes: of the device, within the limits of this process.
+        name: the name of the processor or the GPU.
+        threads: threads that took part; 0 on a GPU.
+        memory_bytes: the memory of the device, within the limits of this process.
         cache_bytes: the largest cache; 0 where it is not known.
         read_bytes_per_s: streaming reads of memory of several sizes, smallest first; the last is far larger than
             any cache.
-        gemm_flops_per_s: by dtype, of large square matrices.
+        gemm_flops_per_s: FLOP/s of products of large square matrices, by dtype.
         small_op_s: one operation on a few elements, by torch.
         kernel_call_s: one call of the engine's own kernels with next to nothing to do.
-        seconds: that the measurement took.
+        seconds: seconds that the measurement took.
         others_cores: cores that others used meanwhile, on average; None where that cannot be known.
     """
 

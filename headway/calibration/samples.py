@@ -27,13 +27,13 @@ class Piece:
     """Something to time, as far as the cost model sees it.
 
     Args:
-        format: of its arithmetic, a key of `Hardware.flops_per_s`.
+        format: the format of its arithmetic, a key of `Hardware.flops_per_s`.
         label: tells it from others of its kind.
-        tokens: of the step that it is a piece of.
-        work: of one run.
+        tokens: the tokens of the step that it is a piece of.
+        work: the work of one run.
         scores: pairs of a query and a key, of all heads; 0 outside attention.
-        kernels: of one run.
-        layers, sequences, context: of a step, whose work the cost model counts from them; 0 for pieces.
+        kernels: the number of kernels of one run.
+        layers, sequences, context: the sizes of a step, whose work the cost model counts from them; 0 for pieces.
     """
 
     kind: Kind

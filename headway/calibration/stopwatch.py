@@ -24,7 +24,7 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """For calls that have done their work when they return."""
+    """Times calls that have done their work when they return."""
 
     def seconds(self, call: Callable[[], object], calls: int) -> float:
         """See Stopwatch."""
@@ -35,7 +35,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """For calls that only put work on the current CUDA stream: the GPU's own clock says how long that took."""
+    """Times calls that only put work on the current CUDA stream, by the GPU's own clock."""
 
     def seconds(self, call: Callable[[], object], calls: int) -> float:
         """See Stopwatch."""
@@ -50,7 +50,7 @@ class CudaStopwatch:
 
 
 def stopwatch_of(device: str) -> Stopwatch:
-    """Of cpu or cuda."""
+    """The stopwatch of a device, "cpu" or "cuda"."""
     return CudaStopwatch() if device == "cuda" else HostStopwatch()
 
 

@@ -15,7 +15,7 @@ from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware
 from headway.files import config_folder, write_files
 
-FORMAT = 2  # of the file; raised when its meaning changes
+FORMAT = 2  # version of the file; raised when its meaning changes
 LONGEST_NAME = 64
 _NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _NOT_IN_A_SLUG = re.compile(r"[^a-z0-9]+")
@@ -31,15 +31,15 @@ class CalibratedMachine:
     """A machine as it was measured, and what this engine reaches of it.
 
     Args:
-        threads: of the CPU that took part; 0 on a GPU.
+        threads: threads of the CPU that took part; 0 on a GPU.
         date: ISO 8601, of the measurement.
         versions: of headway, torch and whatever else the figures depend on.
-        rounds: that each sample was measured in.
-        seconds: that all of it took.
-        peaks: of the device, with repeats and scatter.
+        rounds: the number of rounds that each sample was measured in.
+        seconds: seconds that all of it took.
+        peaks: the peaks of the device, with repeats and scatter.
         samples: what the efficiency was fitted to.
-        fit_error: by kind of sample, median of |fitted / measured - 1|.
-        residuals: by kind of sample, factors on what is fitted between which four in five runs lie.
+        fit_error: the error by kind of sample, median of |fitted / measured - 1|.
+        residuals: the residuals by kind of sample, factors on what is fitted between which four in five runs lie.
         busy: why the figures may be too low; None when the machine was quiet.
     """
 
@@ -115,7 +115,7 @@ def check_place(path: Path | None = None) -> None:
         StoreError: it could not.
     """
     if path is None:
-        # It is made with the first entry: until then the nearest folder above it counts.
+        # The folder is made with the first entry. Until then the nearest folder above it counts.
         parent = next(each for each in (folder(), *folder().parents) if os.path.exists(each))
     elif os.path.exists(path) and not os.path.isfile(path):
         raise StoreError(f"output is {path}, which is not a file; give the name of a file")

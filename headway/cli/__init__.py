@@ -70,7 +70,7 @@ def _root(
     pass
 
 
-# What a value must be, by the type of pydantic's error.
+# The words for what a value must be, by the type of pydantic's error.
 _MUST_BE = {
     "int_parsing": "it must be a whole number",
     "float_parsing": "it must be a number",
@@ -79,7 +79,7 @@ _MUST_BE = {
 }
 
 
-def _of_value(error: Any) -> str | None:
+def _value_error(error: Any) -> str | None:
     """Names the option, its value and the limit, where pydantic refused the value."""
     errors, parameter = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
     if errors is None or parameter is None:
@@ -93,9 +93,9 @@ def _of_value(error: Any) -> str | None:
     return f"{name} is {found['input']!r}; {said.format(**found.get('ctx', {}))}" if said else None
 
 
-def _in_our_words(error: Any, message: str) -> str:
-    """What a usage error says; of an unknown option, what it is called here."""
-    if said := _of_value(error):
+def _usage_error(error: Any, message: str) -> str:
+    """Say a usage error in our words. For an unknown option, this names what it is called here."""
+    if said := _value_error(error):
         return said
     if message == "Missing option '--hardware'.":
         return "give --hardware, such as H100-SXM; `headway plan --list` lists all"
@@ -126,13 +126,13 @@ def main() -> NoReturn:
         print(f"headway: {error}", file=sys.stderr)
         code = 2
     except Exception as error:
-        # Typer's usage errors, whose class is its own affair, know how to say themselves in one line.
+        # Typer's usage errors format themselves in one line. Their class is private to Typer.
         say = getattr(error, "format_message", None)
         if say is None:
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(say())
-        elif message := " ".join(_in_our_words(error, say()).split()):
+        elif message := " ".join(_usage_error(error, say()).split()):
             print(f"headway: {message}", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(slots=True)
 class BatchOptions:
-    """What was asked for."""
+    """The options of `headway batch`."""
 
     source: Annotated[
         Path, _flag("File with one request per line, as for OpenAI's batches.", positional=True, metavar="INPUT")

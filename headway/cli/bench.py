@@ -50,13 +50,13 @@ def bench(
         if (source := context.get_parameter_source(name)) is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
     }
     if context.invoked_subcommand is not None:
-        _only(given, set(), f"headway bench {context.invoked_subcommand}")
+        _refuse_others(given, set(), f"headway bench {context.invoked_subcommand}")
         return
     from headway.report.page import ReportError
 
     try:
         if compare is not None:
-            _only(given, {"config", "compare", "report"}, "--compare")
+            _refuse_others(given, {"config", "compare", "report"}, "--compare")
             from headway.bench.comparing import compare_files
 
             a, b = ([Path(path) for path in side.split(",")] for side in compare)
@@ -72,7 +72,7 @@ def bench(
     raise typer.Exit(code)
 
 
-def _only(given: set[str], allowed: set[str], where: str) -> None:
+def _refuse_others(given: set[str], allowed: set[str], where: str) -> None:
     for name in sorted(given - allowed):
         fail(f"--{name.replace('_', '-')} does not apply to {where}; leave it out")
 

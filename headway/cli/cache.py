@@ -66,7 +66,7 @@ def cache(
 
 
 def _chosen(wanted: list[str]) -> dict[str, list[Entry]]:
-    """Of each kind, the entries that are wanted: all, those of a kind, or those of a name."""
+    """The entries that are wanted, by kind: all of them, or those of the kinds and names in `wanted`."""
     found = {kind: list(_entries(cache_folder() / kind)) for kind in KINDS}
     names = {entry.path.name for entries in found.values() for entry in entries}
     if unknown := [each for each in wanted if each not in names and each not in KINDS]:
@@ -130,7 +130,7 @@ def _is_asked() -> bool:
 
 
 def _size(size: int) -> str:
-    """In decimal units, as file managers have them."""
+    """A size in decimal units, as file managers show it."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"

@@ -142,7 +142,7 @@ def _shown() -> Iterator[Callable[[float, str], None]]:
 
 
 def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> bytes:
-    """What a child prints.
+    """Run the calibration in a child process and return what it prints.
 
     Raises:
         ValueError: it could not measure; its last words.
@@ -160,7 +160,7 @@ def _run(arguments: list[str], on_progress: Callable[[float, str], None]) -> byt
 
 
 def print_machine(console: Console, machine: CalibratedMachine) -> None:
-    """What was measured, figure by figure, with what it means; then what must not be missed."""
+    """Print what was measured, figure by figure, with its meaning, and then the warnings."""
     from headway.cli.machine_tables import engine_table, machine_table
     from headway.report.console import print_banner, print_table
     from headway.report.parts import Banner

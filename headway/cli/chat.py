@@ -69,7 +69,7 @@ def _hint(error: str, target: str | None) -> str:
 
 @contextlib.contextmanager
 def _address(target: str | None) -> Iterator[str]:
-    """Where to ask; a model that is named is served as long as the conversation lasts."""
+    """Yield the address of a server. If a model is named, it is served as long as the conversation lasts."""
     url = DEFAULT_URL if target is None else as_url(target)
     if target is None or url is not None:
         yield url or DEFAULT_URL

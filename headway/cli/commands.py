@@ -1,4 +1,4 @@
-"""Commands out of dataclasses: each field with a `Flag` is a flag, and a key of the file that --config names."""
+"""Makes commands of dataclasses. Each field with a `Flag` is a flag, and a key of the file that --config names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        said = _said(values[asked_for or "context"])
+        said = _given_keys(values[asked_for or "context"])
         _options.set(dict(_named(hints)))
         try:
             for name, hint in hints.items():
@@ -104,7 +104,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _said(context: typer.Context) -> frozenset[str]:
+def _given_keys(context: typer.Context) -> frozenset[str]:
     """Keys of the flags that were given, in whatever way."""
     sources = {key: context.get_parameter_source(key) for key in context.params}
     return frozenset(key for key, source in sources.items() if source is not None and source.name != "DEFAULT")
@@ -139,7 +139,7 @@ def _named(hints: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _key(option: str) -> str:
-    """Name of an option among values."""
+    """The key of an option among the values of a command."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -160,7 +160,7 @@ def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
 
 
 def _typed(hint: Any, flag: Flag) -> Any:
-    """What Typer is to read, before `parse`."""
+    """The type of the value that Typer reads, before `parse` is applied to it."""
     if flag.repeated:
         return list[str] | None
     if flag.choices:
@@ -223,7 +223,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
 
 
 def _text(value: Any) -> Any:
-    """As on the command line, where all but truth values are texts."""
+    """A value as the command line would give it: all but truth values are texts."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

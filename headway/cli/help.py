@@ -39,7 +39,7 @@ def wrapped(text: str, indent: int = 0) -> str:
 
 
 class _Help:
-    """For Typer's commands and groups: what `--help` prints."""
+    """Formats what `--help` prints, for Typer's commands and groups."""
 
     def get_help(self, ctx: Any) -> str:
         everything = bool(ctx.meta.get("headway.help_all"))
@@ -119,7 +119,7 @@ def _is_common(option: Any, common: frozenset[str]) -> bool:
 
 
 def _groups(options: Iterable[Any], everything: bool) -> Iterator[tuple[str, list[Any]]]:
-    """By the panels of their flags; one group without panels where only some are shown."""
+    """Group options by the panels of their flags. Options are one group unless `everything` is shown."""
     found: dict[str, list[Any]] = {}
     for each in options:
         panel = getattr(each, "rich_help_panel", None) or OTHERS

@@ -19,7 +19,7 @@ from headway.files import write_files
 from headway.tenant_file import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
 
 PREFIX = "sk-hw-"
-SHOWN_DIGITS = 12  # of a key's SHA-256, by which it is listed
+SHOWN_DIGITS = 12  # digits of a key's SHA-256, by which it is listed
 _LEAST_DIGITS = 6
 
 app = typer.Typer(
@@ -94,7 +94,7 @@ def _find(file: TenantFile, key: str) -> bytes:
 
 @contextlib.contextmanager
 def _editing(path: Path, may_be_new: bool = False) -> Iterator[TenantFile]:
-    """The file, which nobody else edits meanwhile. What is wrong with it or the edit is one line."""
+    """Yield the file, and keep others from editing it meanwhile. An error in it, or in the edit, is one line."""
     with _one_line(), open(path.resolve().with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         is_new = may_be_new and not path.exists()

@@ -26,7 +26,7 @@ def models(
     ] = None,
 ) -> None:
     """List the models that can be served here, or that a server serves."""
-    rows = _on_this_machine() if url is None else _served(url, api_key)
+    rows = _local_models() if url is None else _served(url, api_key)
     widest = max((len(name) for name, _ in rows), default=0)
     for name, said in rows:
         print(f"{name.ljust(widest)}  {said}".rstrip())
@@ -50,13 +50,13 @@ def _context(tokens: Any) -> str:
     return f"context {tokens:,} tokens" if isinstance(tokens, int) else ""
 
 
-def _on_this_machine() -> list[tuple[str, str]]:
+def _local_models() -> list[tuple[str, str]]:
     bundled = [(f"headway/{folder.name}", f"{_size(folder)}, bundled") for folder in (STORY, DRAFT) if folder.is_dir()]
     return bundled + _downloaded()
 
 
 def _downloaded() -> list[tuple[str, str]]:
-    """Of the Hugging Face cache, those with weights; each says whether Headway can serve it."""
+    """Models with weights in the Hugging Face cache, and for each whether Headway can serve it."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

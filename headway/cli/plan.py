@@ -113,7 +113,7 @@ def plan(
 
 
 def _write(made: Plan, folder: Path) -> list[Path]:
-    """The page first. Nothing has been printed before, so that a folder that cannot be used is all that is said."""
+    """Write the files before anything is printed, so that an error about the folder is all that is said."""
     from headway.planner.page import write_plan
     from headway.report.page import ReportError
 

@@ -26,10 +26,10 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(slots=True)
 class QuantizeOptions:
-    """What was asked for.
+    """The options of `headway quantize`.
 
     Args:
-        given: keys of the flags that were.
+        given: keys of the flags that were given.
     """
 
     model: Annotated[str, Flag("Folder of a checkpoint, or a Hugging Face id.", positional=True)]

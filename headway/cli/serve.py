@@ -82,7 +82,7 @@ def model_folder(model: str) -> Path:
 
 
 def short_name(model: str) -> str:
-    """What a model is called in the API: a folder or file by its last part, any other name as it is."""
+    """The name of a model in the API: the last part of a folder or file, or any other name as it is."""
     path = Path(model).expanduser()
     if not path.exists():
         return model
@@ -91,7 +91,7 @@ def short_name(model: str) -> str:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """Leave the blocks that end what was started."""
+    """End the process by an exception, so that blocks which end what was started are left."""
     sys.exit(128 + number)
 
 

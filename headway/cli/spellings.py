@@ -33,7 +33,7 @@ SUBCOMMANDS = {
     "ls": "list",
     "show": "list",
 }
-# Of vLLM, SGLang, llama.cpp, TGI, ollama and load generators; ours of a row are tried in turn.
+# Options of vLLM, SGLang, llama.cpp, TGI, ollama and load generators. Our options in a row are tried in turn.
 OPTIONS = {
     "--ctx-size": ("--max-model-len",),
     "-c": ("--max-model-len",),
@@ -110,7 +110,7 @@ NOT_SUPPORTED = {
     "--disable-log-requests": "--log-level warning logs no requests",
     "--percentile-metrics": "all latencies are shown; --metric-percentiles chooses their percentiles",
 }
-# What is added where a value is none of the choices.
+# Text that is added to an error when the value of an option is none of its choices.
 OF_VALUES = {"--quantization": "; the format of a quantised checkpoint is found without it"}
 POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
 

@@ -65,7 +65,7 @@ class CpuKernels:
         self._choice = choice_for(tiles)
         self._team = Team()
         self._memory = LargePages(memory)
-        # By query heads to each key/value head, and window.
+        # Keys are the number of query heads to each key/value head, and the window.
         self._plans: dict[tuple[int, int | None], AttentionPlan] = {}
         self._programs: dict[Hashable, Program] = {}
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
@@ -110,7 +110,7 @@ class CpuKernels:
         return PackedHeads(self._packed(((weight, None) for weight in weights), None, count), self._head_plan)
 
     def _head_plan(self, tokens: int, *sizes: int) -> HeadPlan:
-        """Programs find those of short steps where they were; of long ones the last is kept."""
+        """The plan of heads for a step. Plans of short steps are kept, as programs use them; of long ones, the last."""
         key = tokens if tokens <= _MOST_PROGRAMS else 0, *sizes
         found = self._head_plans.get(key)
         if found is None or found.tokens != tokens:
@@ -135,7 +135,7 @@ class CpuKernels:
         return PackedLinear(products, self._team, self._memory, gate, self._choice, count, wide)
 
     def routing_counts(self) -> RoutingCounts:
-        """Of all mixtures of these kernels so far."""
+        """The counts of all mixtures of these kernels so far."""
         return RoutingCounts(*self._counts.tolist())
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class CpuKernels:
         """The jobs of `run` without the Python around them, from the second time on."""
         for heads, kv_heads, width, window in attentions:
             self._plan_of(step, heads // kv_heads, window).reserve(heads, width)
-        # What was recorded before the memory moved that attention uses is of no use.
+        # A program that was recorded before attention's memory moved is of no use.
         name = key, *(plan.places for plan in self._plans.values())
         program = self._programs.get(name)
         if program is not None:

@@ -1,4 +1,4 @@
-"""In the first start on a machine, other processes compile what an engine is about to need, while it loads.
+"""Compiles what an engine is about to need in other processes, while it loads for the first time on a machine.
 
     python -m headway.kernels.cpu_ahead PARENT DTYPE SCHEME CACHE_DTYPE FIRST
 
@@ -43,9 +43,9 @@ Job = tuple[Any, tuple[Any, ...]]  # what returns the address of one, and for wh
 
 
 def jobs(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, choice: Choice) -> list[Job]:
-    """Those of a decoder's step with such weights and such a cache, those that take longest to compile first.
+    """The jobs in a decoder's step with such weights and such a cache. Those that take longest to compile come first.
 
-    Less common layers have others, which the engine compiles itself.
+    Less common layers have other jobs, which the engine compiles itself.
     """
     x, cache, weight = KINDS[dtype], CACHE_KINDS[cache_dtype], kind_of(scheme, dtype)
     weights = [weight, INT8] if weight is INT4 else [weight]  # the head has 8 bits
@@ -66,12 +66,12 @@ def jobs(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, choice: Choi
 
 @contextmanager
 def compiling(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, each function that has to be compiled is told of; and where most are missing, others compile too.
+    """Report each function that is compiled inside, and start helper processes if most functions are missing.
 
-    While one of them is at what is needed next, this process compiles something else.
+    While a helper compiles the function that is needed next, this process compiles another one.
 
     Args:
-        say: is given a line before a function is compiled, or waited for, in the calling thread.
+        say: takes a line before a function is compiled, or waited for, in the calling thread.
     """
     wanted = jobs(dtype, scheme, cache_dtype, choice_for())
     paths = [path_of(partial(make.__wrapped__, *kinds)) for make, kinds in wanted]
@@ -113,7 +113,7 @@ def _silent(command: list[str], environment: dict[str, str]) -> subprocess.Popen
 
 
 def main(parent: int, dtype: str, scheme: str, cache_dtype: str, first: int) -> None:
-    """Compile all, beginning with another one than the other helpers; it ends with its parent."""
+    """Compile all jobs, beginning with the one of this number. The process ends with its parent."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Memory for the results of operations that are recorded: an address is used again when nothing holds it any more."""
+"""Memory for the results of operations that are recorded. An address is used again when nothing holds it any more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arena:
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._free: list[tuple[int, int]] = []  # (address, size), by address
-        # Whoever drops the last reference, in whichever thread, only leaves word here.
+        # Whichever thread drops the last reference only appends here.
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

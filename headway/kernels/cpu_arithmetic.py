@@ -58,7 +58,7 @@ from headway.kernels.weights import NF4
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 GROUPS4, GROUPS8, FLOAT8, FLOAT4 = np.int32(0), np.uint64(0), np.float64(0), np.complex64(0)
 NORMAL4, WIDENED = np.complex128(0), np.int64(0)
-# What a number of FLOAT4 is multiplied as.
+# FLOAT4's codes are multiplied as these integers.
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _FEATURES = cpu_features() if IS_X86 else set()
@@ -97,10 +97,10 @@ class Arithmetic:
 
     Args:
         stored: what is read of sixteen rows at a time.
-        words: of activations, that a step is multiplied with; it is the least that is stored of a row.
+        words: words of activations that a step is multiplied with; it is the least that is stored of a row.
         inputs: weights of a row in one word.
         integer: whether sums are int32, to be scaled.
-        lane_bytes: that a step takes of one row.
+        lane_bytes: bytes that a step takes of one row.
         offset: how much more than the weight is multiplied.
     """
 

@@ -42,7 +42,7 @@ def key_place(arranged, inputs, width, offset, element):
 
 @compiled(inline="always")
 def value_place(arranged, inputs, width, offset, element):
-    """As key_place, for a value."""
+    """The place of an element of a value, as key_place has that of a key."""
     if arranged == 0:
         return offset * width + element
     return (offset // inputs * width + element) * inputs + offset % inputs
@@ -61,7 +61,7 @@ STORE = struct.Struct("16q")
 
 @once_per_kind
 def store_job(kind: Any, cache_kind: Any) -> int:
-    """Keys and values of tokens to their slots; an int8 cache rounds them, each token and head by its own scale."""
+    """Write keys and values of tokens to their slots. An int8 cache rounds them, by a scale for each token and head."""
     inputs = arithmetic_of(cache_kind).inputs
     is_integer = cache_kind is WIDE_INT8
     byte = np.int8(0)

@@ -1,4 +1,4 @@
-"""Which way products take on this processor: measured once, and kept beside the compiled code.
+"""Chooses the way that products take on this processor. It is measured once, and kept beside the compiled code.
 
 That a processor has an instruction says nothing of how fast it is, so where there are several ways to multiply weights
 of a kind, each is timed over a block that lies in a near cache. A way serves any number of tokens from its least on.
@@ -39,7 +39,7 @@ from headway.kernels.cpu_arithmetic import (
     WIDENED,
     arithmetic_of,
 )
-from headway.kernels.cpu_code import alone, code_folders, sources
+from headway.kernels.cpu_code import code_folders, exclusive, sources
 from headway.kernels.cpu_compile import callable_of, target
 from headway.kernels.cpu_groups import HEADER_BYTES, group_bytes, multiply_grouped
 from headway.kernels.cpu_ir import VECTOR_BYTES
@@ -70,7 +70,7 @@ class Way(NamedTuple):
     """How a product is computed.
 
     Args:
-        kind: of its arithmetic; see cpu_arithmetic.
+        kind: the kind of its arithmetic; see cpu_arithmetic.
         least_on_tiles: tokens from which on it is on matrix tiles; 0: never.
     """
 
@@ -78,7 +78,7 @@ class Way(NamedTuple):
     least_on_tiles: int = 0
 
 
-Rates = dict[str, dict[int, float]]  # of each way that was timed: by tokens, GFLOP/s of one thread
+Rates = dict[str, dict[int, float]]  # GFLOP/s of one thread, by way and tokens
 _KINDS = {
     "bfloat16": BFLOAT16,
     "attention": BFLOAT16,
@@ -108,9 +108,9 @@ class Choice:
 
     Args:
         tiles: whether it has matrix tiles.
-        path: where what was measured is kept; None measures nothing.
-        names: of the ways that are settled, by product.
-        rates: what was measured for them.
+        path: where results of measurements are kept; None measures nothing.
+        names: the names of the ways that are settled, by product.
+        rates: the rates that were measured, by product.
     """
 
     tiles: bool = False
@@ -119,7 +119,7 @@ class Choice:
     rates: dict[str, Rates] = field(default_factory=dict)
 
     def way(self, kind: Any, product: str = "") -> Way:
-        """That of a kind of weights, or of another product with numbers of this kind."""
+        """The way of a kind of weights, or of another product with numbers of this kind."""
         product = product or next((name for name, each in _KINDS.items() if each is kind), "")
         return ways_of(product, self.tiles)[self.name(product)] if product else Way(kind)
 
@@ -128,7 +128,7 @@ class Choice:
         return product in _KINDS and len(ways_of(product, self.tiles)) > 1
 
     def name(self, product: str) -> str:
-        """That of the way a product takes, which is measured where that is still to be done."""
+        """The name of the way that a product takes. This measures it if that is still to be done."""
         if product not in self.names:
             if self.path is None or not self.is_open(product):
                 self.names[product] = next(iter(ways_of(product, self.tiles)))
@@ -137,8 +137,8 @@ class Choice:
         return self.names[product]
 
     def _measure(self, product: str, path: Path) -> None:
-        """One process measures, and those that start with it wait: together they would disturb each other."""
-        with alone(path.with_suffix(".lock")):
+        """Measure a product, while other processes that need it wait: together they would disturb each other."""
+        with exclusive(path.with_suffix(".lock")):
             self.read()
             if product in self.names:
                 return
@@ -149,7 +149,7 @@ class Choice:
             self._write(path)
 
     def read(self) -> None:
-        """Take what is kept, where there is something that can be used."""
+        """Read what is kept, if it is there and can be used."""
         if self.path is None:
             return
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -170,7 +170,7 @@ class Choice:
             draft.replace(path)
 
     def measure_again(self) -> None:
-        """Measure all products that have several ways, and keep that. Raises ValueError where they are prescribed."""
+        """Measure all products that have several ways, and keep that. Raises ValueError if ways are prescribed."""
         if self.path is None:
             raise ValueError(
                 f"{VARIABLE} says which kernels are used, or nothing can be kept; unset it to measure them"
@@ -181,13 +181,13 @@ class Choice:
             self.name(product)
 
     def to_json(self) -> bytes:
-        """As it is kept, and as a file that VARIABLE names."""
+        """The choice in JSON, as it is kept, and as a file that VARIABLE may name has it."""
         kept = {"ways": self.names, "gflops": self.rates, "path": str(self.path)}
         return json.dumps(kept, indent=1).encode()
 
 
 def checked(names: object, tiles: bool, source: str) -> dict[str, str]:
-    """Names of ways as they were read. Raises ValueError for one that this process does not have."""
+    """Check names of ways that were read. Raises ValueError for one that this process does not have."""
     if not isinstance(names, dict):
         raise ValueError(f"{source} has no object `ways`; see docs/cpu.md")
     for product, name in names.items():
@@ -199,7 +199,7 @@ def checked(names: object, tiles: bool, source: str) -> dict[str, str]:
 
 
 def choice_for(tiles: bool | None = None) -> Choice:
-    """That of this process, as the environment says; the same object for the same.
+    """The choice of this process, by its environment. Equal arguments and environments give the same object.
 
     Raises:
         ValueError: it names a file that cannot be read, or ways that this processor does not have.
@@ -224,7 +224,7 @@ def _choice(tiles: bool, said: str) -> Choice:
 
 
 def _kept_at(tiles: bool) -> Path:
-    """By the processor, what code is compiled for, and the code."""
+    """The file of a choice, named by the processor, the target of compiled code, and its sources."""
     names = {"vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part"}
     about = {platform.machine()}
     with contextlib.suppress(OSError):

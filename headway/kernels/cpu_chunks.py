@@ -74,7 +74,7 @@ def room_bytes(rows, width):
 
 @compiled()
 def arrange(layout, table, first, count, kv_heads, head, cache, room):
-    """What is plainly [token, element] in the cache, as panels and lines in this thread's memory."""
+    """Arrange keys and values, which are plainly [token, element] in the cache, as panels and lines of this thread."""
     _, inputs, width, block_size, size, _ = layout
     keys, values, key_scales, value_scales = cache
     out_width = (width + LANES - 1) // LANES * LANES
@@ -105,7 +105,7 @@ def _split_words(words, count, out):
 
 @compiled()
 def arrange_latent(layout, table, first, count, latents, room):
-    """Latents, which are plainly [token, element] in the cache, as panels of keys and lines of values.
+    """Arrange latents, which are plainly [token, element] in the cache, as panels of keys and lines of values.
 
     Panels are in this thread's memory. So are lines of pairs of tokens; a line of one token is where it lies.
     """

@@ -1,4 +1,4 @@
-"""Where the CPU kernels' machine code is kept between starts, and who compiles it.
+"""Keeps the CPU kernels' machine code between starts, and decides which process compiles it.
 
 Code is kept twice: beside the sources, for all users of this installation, and in a folder of the user, for all of the
 user's installations. It is loaded only from folders where no other user can have put it.
@@ -31,10 +31,10 @@ _held: set[Path] = set()
 
 
 def code_folders() -> list[Path]:
-    """Where code is looked for, in this order, and kept wherever that can be written.
+    """The folders in which code is looked for, in this order, and kept in each that can be written.
 
-    NUMBA_CACHE_DIR alone; or beside the sources, then in the user's cache, or in the system's folder of temporary files
-    where the user has none.
+    It is NUMBA_CACHE_DIR alone, if that is set; or a folder beside the sources, then one in the user's cache, or in the
+    system's folder of temporary files if the user has none.
     """
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(chosen)]
@@ -50,7 +50,7 @@ def can_keep() -> bool:
 
 
 def place_of(name: str) -> Path:
-    """Where a file of that name is, or else the folder that is looked at last: its locks are for all installations."""
+    """The path of a file: where it is, or else in the last of the folders, whose locks are for all installations."""
     places = [folder / name for folder in code_folders()]
     return next((place for place in places if place.exists()), places[-1])
 
@@ -77,7 +77,7 @@ def _own_folder(base: Path) -> Path | None:
     except OSError:
         return None
     with contextlib.suppress(OSError):  # it can still be read
-        os.utime(folder)  # by which it is known to be used
+        os.utime(folder)  # a sign that it is in use
     return folder
 
 
@@ -91,10 +91,10 @@ def _drop_unused(base: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process that asks for the same lock file is, nor another thread of this one.
+def exclusive(lock: Path) -> Iterator[None]:
+    """Keep other processes that ask for the same lock file, and other threads of this one, out of the block.
 
-    A lock that cannot be had, as its folder cannot be written or its file system has none, keeps nobody out.
+    If there can be no lock, because its folder cannot be written or its file system has none, nobody is kept out.
     """
     with _compiling, contextlib.ExitStack() as stack:
         if lock not in _held:
@@ -118,7 +118,7 @@ def is_being_compiled(path: Path) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def sources() -> str:
-    """A digest of all that compiled code comes from. Its name alone makes the code of other sources useless."""
+    """A digest of all that compiled code is made of. File names have it, so that changed sources find no old code."""
     folder = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in (*sorted(folder.glob("cpu*.py")), folder / "interface.py"))
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
@@ -131,7 +131,7 @@ def drop_stale_code(folder: Path, sources: str) -> None:
     with contextlib.suppress(OSError):
         if stamp.exists() and stamp.read_text() == sources:
             return
-        with alone(stamp.with_suffix(".lock")):
+        with exclusive(stamp.with_suffix(".lock")):
             for code in [each for ending in (ENDING, ".nb[ic]", ".ways") for each in folder.glob(f"cpu*{ending}")]:
                 code.unlink(missing_ok=True)
             stamp.write_text(sources)

@@ -19,22 +19,22 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-from headway.kernels.cpu_code import ENDING, alone, keep, place_of, read, sources
+from headway.kernels.cpu_code import ENDING, exclusive, keep, place_of, read, sources
 
 _ENTRY = "headway_entry"
 # Versions of Numba of which the parts that are used below are known, as in pyproject.toml: from the first to before the
 # second.
 NUMBA = "0.66", "0.69"
-# Instructions; to call a function of more costs nothing, and all in one function takes LLVM twice as long.
+# A function of more instructions is called: a call costs nothing then, and one large function takes LLVM twice as long.
 _MOST_INLINED = 200
 _loaded: list[Any] = []  # the code lives as long as what has linked it
 _named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("named", default=None)
-# Is given the name of a function before it is compiled, or waited for, and where its code will be.
+# A function that takes the name of a function before it is compiled, or waited for, and the path of its code.
 listener: Callable[[str, Path], None] | None = None
 
 
-class _Later:
-    """What Numba makes of a function, made when it is first needed."""
+class _LazyFunction:
+    """A function that Numba compiles when it is first needed."""
 
     def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
         self._make, self.__wrapped__ = make, function
@@ -45,7 +45,7 @@ class _Later:
 
     @functools.cached_property
     def _numba_type_(self) -> Any:
-        """By which Numba knows what it finds among the globals of a function that it compiles."""
+        """The attribute by which Numba finds the type of a global of a function that it compiles."""
         from numba.core.registry import cpu_target
 
         made, context = self._made, cpu_target.typing_context
@@ -84,7 +84,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         made.compile = lambda kinds: compile_for(tuple(types.unliteral(kind) for kind in kinds))
         return made
 
-    return lambda function: _Later(lambda: make(function), function)
+    return lambda function: _LazyFunction(lambda: make(function), function)
 
 
 def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -97,19 +97,19 @@ def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any
 
         return intrinsic(**options)(function) if options else intrinsic(function)
 
-    return _Later(make)
+    return _LazyFunction(make)
 
 
 def external(name: str, result: str, *arguments: str) -> Any:
     """A function of C, with the names of Numba's types."""
-    return _Later(
+    return _LazyFunction(
         lambda: types.ExternalFunction(name, getattr(types, result)(*(getattr(types, each) for each in arguments)))
     )
 
 
 @functools.lru_cache(maxsize=1)
 def target() -> tuple[str, str, str]:
-    """What code is compiled for, by LLVM's names.
+    """The target of compiled code, by LLVM's names.
 
     Returns:
         Architecture-vendor-system, the processor, and "+" or "-" its extensions, as NUMBA_CPU_NAME and
@@ -135,7 +135,7 @@ def address_of(function: Callable[..., None]) -> int:
     if code is None:
         if listener is not None:
             listener(function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_"), path)
-        with alone(path.with_suffix(".lock")):
+        with exclusive(path.with_suffix(".lock")):
             code = read(path.name)
             if code is None:
                 code = compile_entry(function)
@@ -178,7 +178,10 @@ def _machine() -> Any:
 
 
 def _link(code: bytes) -> int:
-    """By an engine of its own, as functions of several objects can have one name."""
+    """Link an object file and return the address of its entry.
+
+    Each object has its own engine, because functions of several objects can have one name.
+    """
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()

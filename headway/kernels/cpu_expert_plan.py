@@ -1,4 +1,4 @@
-"""Which rows go to which expert in a step, sorted by expert and cut into pieces of work.
+"""Plans which rows go to which expert in a step, sorted by expert and cut into pieces of work.
 
 The plan is made by a job and read by the jobs of products, so that a recorded step needs no Python for it.
 """
@@ -19,7 +19,7 @@ from headway.kernels.cpu_team import Team, arg, job, once_per_kind
 
 # Rows whose sums a thread keeps at a time.
 MOST_ROWS = 256
-# Of a plan, in words: how many pieces there are, the most rows of one, the address of what the rows are, the pieces.
+# Places in a plan, in words: the number of pieces, the most rows of one, the address of the rows, the pieces.
 PIECES, MOST, ROWS, TABLE = 0, 1, 2, 3
 
 
@@ -56,7 +56,7 @@ def pieces_of(plan, pieces, tokens):
 
 @compiled()
 def _count(chosen, tokens, columns, per_token, starts, experts):
-    """Tokens of each expert, to `starts`."""
+    """Count the tokens of each expert, into `starts`."""
     for expert in range(experts):
         write_integer(starts, expert, 0, 64)
     for token in range(tokens):
@@ -122,7 +122,7 @@ class ExpertPlan:
 
     Args:
         chosen: experts of each token, int64 [T, columns], of which the first `per_token` count.
-        experts: to choose from.
+        experts: the number of experts to choose from.
         counts: int64 [4], the fields of RoutingCounts.
 
     Attributes:

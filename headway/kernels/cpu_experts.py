@@ -53,7 +53,7 @@ def _next(choices, count, last, value):
 
 @compiled()
 def sigmoid_of(value):
-    """Of a float32, within some units in the last place; NaN of NaN."""
+    """The sigmoid of a float32, within some units in the last place. That of NaN is NaN."""
     if value != value:
         return value
     small = exp_of_negative(-abs(value))
@@ -195,7 +195,7 @@ class PackedExperts:
     """A Mixture of packed weights: in a step five jobs, whatever its tokens and their experts are.
 
     Args:
-        gate_up, down: of `count` experts.
+        gate_up, down: the weights of `count` experts.
         counts: see ExpertPlan.
     """
 
@@ -218,9 +218,9 @@ class PackedExperts:
 
 
 class HeadPlan:
-    """As an ExpertPlan: every token to the matrix of each head, head by head. Its memory stays where it is.
+    """A plan like ExpertPlan that sends every token to the matrix of each head, head by head. Its memory never moves.
 
-    Rows of x are told by where they begin, in elements, so that tokens and heads may be strided.
+    A row of x is given by the element at which it begins, so that tokens and heads may be strided.
     """
 
     def __init__(self, tokens: int, heads: int, token_stride: int, head_stride: int) -> None:

@@ -73,7 +73,7 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.weights import NF4, Groups
 
-HEADER_BYTES = 2  # of a row and group
+HEADER_BYTES = 2  # the bytes of two factors, for a row and group
 # The first passes over a block, which fetch the next one into a near cache.
 PASSES_AHEAD = 8
 _ZERO = np.float32(0)
@@ -86,7 +86,7 @@ _BYTES, _LINE = ir.VectorType(I8, LANES), 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedPanels:
-    """Where a weight's groups lie; `whole_run` is a shift that leaves every group of a row in the first run."""
+    """The groups of a weight. A group's number, shifted right by `shift`, is the number of its run of scales."""
 
     scales: Tensor  # [panels, runs, PANEL]
     minima: Tensor  # the same, or one row of zeros for all
@@ -95,7 +95,7 @@ class GroupedPanels:
     shift: int
 
     def arguments(self) -> tuple[int, ...]:
-        """As multiply_groups takes them from a job's arguments."""
+        """The arguments of a job from which multiply_groups takes its own."""
         of_panel = self.scales.shape[1] * PANEL * 4
         of_run, of_minima = (PANEL * 4, of_panel) if self.minima.dim() == 3 else (0, 0)
         return (
@@ -105,7 +105,7 @@ class GroupedPanels:
 
 
 def group_bytes(kind: Any, size: int) -> int:
-    """Of a panel's group of `size` inputs."""
+    """The bytes of a panel's group of `size` inputs."""
     layout = arithmetic_of(kind)
     return PANEL * (HEADER_BYTES + size // (layout.words * layout.inputs) * layout.lane_bytes)
 
@@ -139,7 +139,7 @@ def pack_groups(kind: Any, values: Tensor, groups: Groups, rows: Tensor, out: Te
 
 
 def stacked_panels(parts: Sequence[GroupedPanels]) -> GroupedPanels:
-    """Those of weights whose panels follow each other."""
+    """The panels of several weights, one after the other."""
     scales, minima = torch.cat([part.scales for part in parts]), parts[0].minima
     if all(part.minima is part.scales for part in parts):
         minima = scales
@@ -169,8 +169,8 @@ def multiply_groups(
 ) -> Any:  # fmt: skip
     """totals[t, row] += the sum over `groups` groups of a panel, from number `first` on, times x[t].
 
-    As multiply_panel, for 1 to TILE_TOKENS tokens. packed and x are where the groups begin. scales gives two float32
-    for each group, from the first on: the activations' scale, and the sum of the group with the opposite sign.
+    It works like multiply_panel, for 1 to TILE_TOKENS tokens. packed and x are where the groups begin. scales gives two
+    float32 for each group, from the first on: the activations' scale, and the sum of the group with the opposite sign.
     row_scales and minima are those of the panel.
     """
     if kind.name not in ARITHMETIC:
@@ -238,7 +238,7 @@ def _tile(builder: Any, block: _Groups, tokens: int, vector: int) -> None:
 
 
 def _sums_of_group(builder: Any, block: _Groups, rows: list[Any], numbers: Any, vectors: range) -> list[Any]:
-    """Of the products of a group's stored numbers with its inputs, which begin at `rows`; [token, vector] in a row."""
+    """Multiply a group's stored numbers with its inputs, which begin at `rows`; sums for [token, vector], flat."""
     layout = ARITHMETIC[block.kind.name]
     slice_bytes = PANEL * layout.lane_bytes
 

@@ -65,12 +65,12 @@ _BLOCK_WORDS = 512
 _LEAST_TOKENS = 24
 _ITEMS_PER_THREAD = 4
 _NO_MORE: tuple[int, ...] = (0,) * 7
-# What depends on the ways that a process takes, or on its memory.
+# Attributes that depend on the ways that a process takes, or on its memory.
 _OF_A_PROCESS = ("_code", "_tiles", "_x_stride")
 
 
 def kind_of(scheme: str, dtype: torch.dtype) -> Any:
-    """Of the weights that --quantization makes, or that most checkpoints in this scheme have."""
+    """The kind of the weights that --quantization makes, or that most checkpoints in this scheme have."""
     return {**_GROUPED, **_QUANTISED}.get(scheme, KINDS[dtype])
 
 
@@ -129,9 +129,9 @@ class PackedLinear:
                 panels.append(self._fill_groups(number, weight, weight.groups))
                 orders.append(weight.groups.order)
             if bias is not None:
-                self._of(self._bias, number).copy_(self._in_lanes(bias))
+                self._part(self._bias, number).copy_(self._in_lanes(bias))
             if weight.factor != 1.0:
-                self._of(self._row_scales, number).mul_(weight.factor)
+                self._part(self._row_scales, number).mul_(weight.factor)
         self._groups = stacked_panels(panels) if panels else None
         self._order = _orders(orders, self.in_features)
 
@@ -174,7 +174,7 @@ class PackedLinear:
         self._choose()
 
     def _choose(self) -> None:
-        """Which way the products take; packed weights are the same for all."""
+        """Choose the way that products take. Packed weights are the same for all ways."""
         way, layout = self._choice.way(self._kind), arithmetic_of(self._kind)
         words = words_of_tile(self._inputs) if self._splits else STEP_WORDS
         on_tiles = way.least_on_tiles > 0 and words > 0
@@ -191,7 +191,7 @@ class PackedLinear:
         self.__dict__.update(state)
         self._choose()
 
-    def _of(self, all_panels: Tensor, number: int) -> Tensor:
+    def _part(self, all_panels: Tensor, number: int) -> Tensor:
         """The part of the weight of this number."""
         size = len(all_panels) * self._panels * PANEL // len(self._row_scales)
         return all_panels[number * size : (number + 1) * size]
@@ -206,7 +206,7 @@ class PackedLinear:
     def _fill(self, number: int, weight: Weight) -> None:
         """Pack a weight that has no groups."""
         parts, layout = [part.contiguous() for part in weight.parts], arithmetic_of(self._kind)
-        scales = self._of(self._row_scales, number)
+        scales = self._part(self._row_scales, number)
         if weight.scales is not None:
             scales.copy_(self._in_lanes(weight.scales.view(-1)))
         code = pack_job(self._x_kind if weight.scales is None else WIDE_INT8, self._kind)
@@ -215,24 +215,24 @@ class PackedLinear:
         arguments = (
             1, self._panels, table.ctypes.data, len(table), weight.rows, self.in_features,
             parts[0].element_size(), self._padded, self._row_bytes, layout.lane_bytes,
-            self._of(self._packed, number).data_ptr(), scales.data_ptr(), int(self._gate is not None),
+            self._part(self._packed, number).data_ptr(), scales.data_ptr(), int(self._gate is not None),
         )  # fmt: skip
         self._team.run(code, PACK, arguments)
 
     def _fill_int4(self, number: int, weight: Weight, groups: Groups) -> None:
         """Pack numbers that have been rounded before, whose groups' factors belong to one scale for each row."""
-        self._of(self._row_scales, number).copy_(self._in_lanes(groups.scales.view(-1)))
+        self._part(self._row_scales, number).copy_(self._in_lanes(groups.scales.view(-1)))
         lanes, inputs = self._rows_in_lanes(weight.rows), self._padded - self.in_features
         numbers = F.pad(weight.parts[0], (0, inputs, 0, 1), value=8)[lanes]
         factors = F.pad(groups.factors, (0, inputs // groups.size, 0, 1), value=1)[lanes]
-        pack_nibbles(numbers, factors, self._of(self._packed, number))
+        pack_nibbles(numbers, factors, self._part(self._packed, number))
 
     def _rows_in_lanes(self, rows: int) -> Tensor:
         """Which row each lane of the panels has, int64; -1: none."""
         return self._in_lanes(torch.arange(1.0, 1 + rows)).long() - 1
 
     def _fill_groups(self, number: int, weight: Weight, groups: Groups) -> GroupedPanels:
-        rows, packed = self._rows_in_lanes(weight.rows), self._of(self._packed, number)
+        rows, packed = self._rows_in_lanes(weight.rows), self._part(self._packed, number)
         return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, packed)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class PackedLinear:
         return out
 
     def _arguments(self, x: Tensor, rows: Tensor, out: Tensor, plan: int, gathers: bool) -> tuple[int, ...]:
-        """Of product_job."""
+        """The arguments of product_job."""
         block, more = self._block, _NO_MORE
         if self._groups is not None:
             more = self._groups.arguments()[1:]
@@ -301,12 +301,12 @@ class PackedLinear:
 
 
 def _numbers(gate: Gate) -> Tensor:
-    """As the jobs read them."""
+    """The numbers of a gate, in the order in which jobs read them."""
     return torch.tensor([gate.slope, gate.cubic, gate.limit, gate.shift])
 
 
 def _orders(orders: list[Tensor | None], inputs: int) -> Tensor | None:
-    """Those of all experts, one after the other; None where none has one."""
+    """The orders of inputs of all experts, one after the other; None if no expert has one."""
     if all(order is None for order in orders):
         return None
     own = torch.arange(inputs, dtype=torch.int32)

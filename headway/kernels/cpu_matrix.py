@@ -30,9 +30,9 @@ TILE_ROWS = 16
 STEP_WORDS = 16
 STEP_BYTES = STEP_WORDS * PANEL * 4
 _PANEL_ROW = PANEL * 4
-# What is fetched of a panel ahead of its use: loads of tiles alone do not keep memory busy.
+# Bytes of a panel that are fetched ahead of their use, because loads of tiles alone do not keep memory busy.
 _AHEAD = 8192
-# By kind, for both groups of tokens of multiply_two.
+# The instructions of each kind, for both groups of tokens of multiply_two.
 _MULTIPLY = {
     "uint16": ("llvm.x86.tdpbf16ps",) * 2,
     "uint8": ("llvm.x86.tdpbsud",) * 2,
@@ -72,7 +72,7 @@ def configurations(least: int = 0, words: int = STEP_WORDS) -> int:
 
     Args:
         least: tokens from which on a product is on tiles.
-        words: of a step, STEP_WORDS or fewer.
+        words: words of a step, STEP_WORDS or fewer.
     """
     table = _kept[least, words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[0, :8].view(np.int64)[0] = least
@@ -158,9 +158,9 @@ def multiply_two(
     typing: Any, kind: Any, x: Any, other: Any, x_stride: Any, packed: Any, steps: Any, sums: Any, others: Any,
     fresh: Any,
 ) -> Any:  # fmt: skip
-    """As multiply_one, of the tokens at x and of as many at other, with half a panel; their sums go to `others`.
+    """Multiply half a panel with the tokens at x, as multiply_one does, and with as many at other.
 
-    For WIDE_INT8 those at x are signed bytes, those at other unsigned ones.
+    Sums of the tokens at other go to `others`. For WIDE_INT8, tokens at x are signed bytes, those at other unsigned.
     """
     if kind.name not in _MULTIPLY:
         return None

@@ -30,7 +30,7 @@ from headway.kernels.cpu_simd import FLOAT32, copy_element, load, read_byte, rea
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu_tiles import transpose_words
 
-# What the largest weight of a row becomes in units of the row's scale.
+# The largest weight of a row, in units of the row's scale.
 _LARGEST_INT8, _LARGEST_INT4 = np.float32(127), np.float32(LARGEST_INT4 * LARGEST_SCALE)
 
 

@@ -39,7 +39,7 @@ from headway.kernels.cpu_ir import (
     write,
 )
 
-TOTALS_BYTES = PANEL * 4  # of one token's sums
+TOTALS_BYTES = PANEL * 4  # the bytes of one token's sums
 _LINE = 64
 
 
@@ -167,7 +167,7 @@ def add_scaled(typing: Any, sums: Any, totals: Any, scales: Any) -> Any:
 
 @intrinsic
 def unpack_panel(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
-    """What a panel's words are multiplied with, to unpacked[word, row], where several tiles read it."""
+    """Write the operands of a panel's words to unpacked[word, row], where several tiles read them."""
     if kind.name not in ARITHMETIC:
         return None
     layout = ARITHMETIC[kind.name]

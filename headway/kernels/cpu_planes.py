@@ -42,7 +42,7 @@ from headway.kernels.cpu_panels import TOTALS_BYTES
 from headway.kernels.cpu_simd import FLOAT32, store
 
 LEAST_GROUP = 16
-_WORD_BYTES = PANEL * 4  # of all rows
+_WORD_BYTES = PANEL * 4  # the bytes of a word of all rows
 _ZERO = np.float32(0)
 # Eight inputs of a token as four-bit weights are unpacked, which saves moving these.
 _BY_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -67,7 +67,7 @@ def _has_nibbles(kind: Any) -> bool:
 
 @compiled()
 def plane_bytes(inputs):
-    """Of a plane of so many inputs: whole lines."""
+    """The bytes of a plane of so many inputs, in whole lines."""
     return (inputs + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
 
 

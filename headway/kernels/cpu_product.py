@@ -59,10 +59,10 @@ from headway.kernels.cpu_simd import (
 from headway.kernels.cpu_team import arg, job, once_per_kind, take_share, tickets
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-# Up to so many tokens, 4-bit weights are unpacked in registers by every tile, with more once for all tiles.
+# For up to so many tokens, every tile unpacks 4-bit weights in registers; for more, they are unpacked once for all.
 MOST_FROM_NIBBLES = 8
 _GROUPED, _NEVER = -1, 1 << 62
-# In place of a gate's address: there is none, and results are float32.
+# A value in place of a gate's address. It says that there is no gate, and that results are float32.
 WIDE = 1
 
 
@@ -162,7 +162,7 @@ def _add_block(rows, sums, totals, scales, stride):
 def multiply_on_tiles(
     kind, tile_kind, tokens, rows, x, x_stride, packed, words, block, step_bytes, totals, scales, stride, unpacked, sums
 ):
-    """As multiply, on matrix tiles, in groups of `rows` tokens, whose sums follow each other in totals.
+    """Multiply on matrix tiles, in groups of `rows` tokens, whose sums follow each other in totals.
 
     A block of words is multiplied with all groups before the next, so that its weights come from a near cache. Where
     `sums` is not 0, it is room for those of two groups, int32, which are scaled block by block.
@@ -289,7 +289,7 @@ def _on_tiles(a, kind, tile_kind, of_all, count, rows, x, x_stride, totals, room
 
 @compiled()
 def _planes_on_tiles(a, kind, header, of_all, count, rows, x, totals, room, sums):
-    """As _on_tiles, of SPLIT; without headers, blocks that share a scale of the activations are the groups."""
+    """Do as _on_tiles for kinds of SPLIT. Without headers, blocks that share an activation scale are the groups."""
     inputs, size, step_bytes, stride = arg(a, 11), arg(a, 12), arg(a, 16), arg(a, 10)
     together, group_bytes = (arg(a, 15), step_bytes) if header != 0 else (1, size * PANEL)
     more = arg(a, 25), arg(a, 26) + of_all * arg(a, 27), arg(a, 28) + of_all * arg(a, 29), arg(a, 30)
@@ -314,7 +314,7 @@ def _on_vectors(a, kind, unpacked_kind, of_all, count, x, x_stride, totals, room
 
 @compiled()
 def _groups_on_vectors(a, kind, word_bytes, of_all, count, x, x_stride, totals):
-    """As _on_vectors, of a weight with groups of inputs; an input that is made ready has word_bytes."""
+    """Do the same as _on_vectors for a weight with groups of inputs. A prepared input has word_bytes."""
     words, block, step_bytes = arg(a, 14), arg(a, 15), arg(a, 16)
     more = (
         arg(a, 24), arg(a, 25), arg(a, 12) * word_bytes, arg(a, 26) + of_all * arg(a, 27),
@@ -344,7 +344,7 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     integer = np.int8(0) if layout.inputs == 4 else np.int16(0)
     largest, is_integer = np.float32(np.iinfo(integer.dtype).max), layout.integer
     offset = _GROUPED if is_grouped else layout.offset
-    word_bytes = 4 // layout.inputs  # of an input that is made ready
+    word_bytes = 4 // layout.inputs  # bytes of a prepared input
     unpacks, unpacked_kind = kind is INT4, INT8 if kind is INT4 else kind
     on_vectors = is_integer or not on_tiles  # sums of floats differ there, so that they never are on both
     splits = on_tiles and type(kind) in map(type, SPLIT)

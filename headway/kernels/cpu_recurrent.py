@@ -22,7 +22,7 @@ from headway.kernels.interface import Span
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _SPAN = len(Span._fields)  # numbers
-_CHANNELS = 512  # that a thread takes at a time
+_CHANNELS = 512  # channels that a thread takes at a time
 _SMALL = np.float32(1e-6)  # beside the squared length of queries and keys
 
 

@@ -30,11 +30,11 @@ from headway.kernels.cpu_ir import (
     write,
 )
 
-# INT4: inputs that share a scale, the largest scale in units of the row's, and what a group's largest weight becomes.
+# For INT4: inputs that share a scale, the largest scale in units of the row's, and a group's largest rounded weight.
 GROUP, LARGEST_SCALE, LARGEST_INT4 = 32, 16, 7.5
-# -8 times the least scale still is a byte.
+# -8 times the least scale still fits into a byte.
 _LEAST_SCALE = -15
-# Of the scales between these fractions of the one that keeps a group's largest weight, the one that loses least.
+# Scales are tried between these fractions of the one that keeps a group's largest weight.
 _LEAST_FRACTION, _MOST_FRACTION = 0.65, 1.1
 _CANDIDATES = 9  # the most that lie between them
 _BYTES, _SHORTS, _HALVES = (ir.VectorType(element, LANES) for element in (I8, I16, F16))
@@ -132,9 +132,9 @@ def write_groups(
 
 
 def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> Any:
-    """Of each row's group, the scale in units that loses least in the square; int32.
+    """The scale of each row's group, in units, that has the least square error; int32.
 
-    Its sign is the one with which the group's weight of greatest magnitude is below zero, where there is a number more.
+    Its sign makes the group's weight of greatest magnitude negative, because there is one more negative number.
     """
     least, greatest = _range(builder, source, rows, index(words))
     negative = builder.fcmp_ordered(">", builder.fadd(least, greatest), _floats(0.0))

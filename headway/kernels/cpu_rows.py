@@ -152,7 +152,7 @@ SOFT_CAP = struct.Struct("3qd")
 
 @once_per_kind
 def soft_cap_job(kind: Any) -> int:
-    """In place; what is not a number stays so."""
+    """The job that applies a soft cap in place. NaN stays NaN."""
 
     def elements(a: int) -> None:
         step, count, x, cap = arg(a, 0), arg(a, 1), arg(a, 2), np.float32(real_arg(a, 3))

@@ -40,7 +40,7 @@ from headway.kernels.interface import DRAW
 BAD_ROW = -1
 
 _BLOCK = 128
-_BITS, _BINS = 8, 256  # of a logit that are looked at together
+_BITS, _BINS = 8, 256  # bits of a logit that are looked at together
 _CANDIDATES = 64  # blocks whose peaks are looked at first, where top_p alone cuts
 (
     _INVERSE, _LOG_MIN_P, _TOP_K, _TOP_P, _LOG_REST, _STREAM, _POSITION, _EDITS, _NUM_EDITS, _REPETITION, _FREQUENCY,
@@ -150,7 +150,7 @@ def _peaks(x, blocks, peaks):
 
 @compiled()
 def _scaled(value, best, inverse):
-    """Without leave to reorder, as min_p compares it."""
+    """A scaled logit, computed without reordering, because min_p compares it."""
     return (value - best) * inverse
 
 
@@ -326,7 +326,7 @@ def _draw_by_rank(values, weights, count, kept, top_k, top_p, uniform, bins):
     target = uniform * kept
     key, before = _select(values, weights, count, target, True, bins)
     nth = int((target - before) / _weight_of(values, weights, count, key))
-    if key < last_key:  # by rounding
+    if key < last_key:  # rounding can do that
         key, nth = last_key, last_nth
     elif key == last_key:
         nth = min(nth, last_nth)
@@ -342,7 +342,7 @@ def _mix(state):
 
 @compiled()
 def _uniform(stream, position):
-    """As headway/engine/draws.py has it."""
+    """The uniform number of a stream at a position, by the definition in headway/engine/draws.py."""
     return np.float64(_mix(np.uint64(stream) + np.uint64(position + 1) * _GOLDEN) >> np.uint64(12)) * 2.0**-52
 
 

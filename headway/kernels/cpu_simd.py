@@ -23,7 +23,7 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 _STORED = {"float32": F32, "uint16": I16, "int16": F16}
 
 
-_TRIPLE, _PROCESSOR, _EXTENSIONS = target()
+_TRIPLE, _, _EXTENSIONS = target()
 IS_X86, IS_ARM = _TRIPLE.startswith("x86_64"), _TRIPLE.startswith(("aarch64", "arm64"))
 
 
@@ -37,7 +37,7 @@ def cpu_features() -> set[str]:
     return {name for name, present in marks.items() if present}
 
 
-# Without an instruction for it LLVM calls this library, of GCC 12 or later, to convert from and to float16.
+# LLVM calls this library, of GCC 12 or later, to convert from and to float16 if there is no instruction for that.
 if not IS_ARM and "f16c" not in cpu_features():
     binding.load_library_permanently("libgcc_s.so.1")
 

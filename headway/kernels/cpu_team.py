@@ -45,7 +45,7 @@ LINE = 128  # bytes of the longest cache line; what different threads write stan
 COUNTERS = 3
 _COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
 _MOST_ARGUMENTS = 32
-_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # of a program: whether all threads run it, the job's code, its arguments
+_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
 _OPEN, _INSIDE = 128, 127
 # A helper looks for the next job for some microseconds, then lets others have the core while it looks on
 # for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
@@ -169,12 +169,12 @@ class Team:
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
-        self._doors = [_Door() for _ in range(self.threads - 1)]
-        for number, door in enumerate(self._doors):
+        self._helpers = [_HelperState() for _ in range(self.threads - 1)]
+        for number, helper in enumerate(self._helpers):
             threading.Thread(
-                target=_helper, args=(memory, self._board, door), daemon=True, name=f"headway-helper-{number}"
+                target=_helper, args=(memory, self._board, helper), daemon=True, name=f"headway-helper-{number}"
             ).start()
-        weakref.finalize(self, _dismiss, self._doors)
+        weakref.finalize(self, _dismiss, self._helpers)
 
     def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
@@ -217,7 +217,7 @@ class Team:
             self._recorded = None
 
     def replay(self, program: Program) -> Tensor:
-        """Do it again; the result stands where it stood."""
+        """Run the jobs of a program again. The result is where it was."""
         self._wake()
         self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result
@@ -228,10 +228,10 @@ class Team:
             self._recorded.append([together, code, *words.tolist()])
 
     def _wake(self) -> None:
-        for door in self._doors:
-            door.due = True
-            if door.asleep:
-                door.wanted.set()
+        for helper in self._helpers:
+            helper.due = True
+            if helper.asleep:
+                helper.wanted.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +242,8 @@ class Program:
     result: Tensor
 
 
-class _Door:
-    """Behind it a helper sleeps."""
+class _HelperState:
+    """What wakes a helper, and whether it sleeps."""
 
     def __init__(self) -> None:
         self.wanted = threading.Event()
@@ -252,7 +252,7 @@ class _Door:
         self.dismissed = False
 
 
-def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
+def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
     """A helper's life; holding `memory` keeps the board's address good.
 
     When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
@@ -260,17 +260,17 @@ def _helper(memory: np.ndarray, board: int, door: _Door) -> None:
     """
     help_ = callable_of(_help)
     while True:
-        door.asleep = True
-        if not door.due:
-            door.wanted.wait()
-        door.wanted.clear()
-        door.asleep = door.due = False
-        if door.dismissed:
+        helper.asleep = True
+        if not helper.due:
+            helper.wanted.wait()
+        helper.wanted.clear()
+        helper.asleep = helper.due = False
+        if helper.dismissed:
             return
         help_(board)
 
 
-def _dismiss(doors: list[_Door]) -> None:
-    for door in doors:
-        door.dismissed = True
-        door.wanted.set()
+def _dismiss(helpers: list[_HelperState]) -> None:
+    for helper in helpers:
+        helper.dismissed = True
+        helper.wanted.set()

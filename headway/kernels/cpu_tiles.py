@@ -17,7 +17,7 @@ from headway.kernels.cpu_ir import FLOATS, I32, I64, LANES, WORDS, index, loop, 
 
 PANELS_AT_ONCE = 4
 
-AddressOf = Callable[[Any, int], Any]  # of a word and a vector
+AddressOf = Callable[[Any, int], Any]  # takes a word and a vector
 
 
 @intrinsic

@@ -28,7 +28,7 @@ from headway.kernels.reference import TorchKernels, check_unscaled
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
 
 _GATE_BLOCK = 1024
-# What Triton's interpreter, which has no device to ask, is taken to be: few, so that splits occur in tests.
+# Triton's interpreter has no device to ask. Its number of multiprocessors is small, so that splits occur in tests.
 _INTERPRETED_MULTIPROCESSORS = 8
 
 
@@ -95,7 +95,7 @@ class CudaKernels(TorchKernels):
         return super().head_linear(plain, count)
 
     def routing_counts(self) -> RoutingCounts:
-        """Of all mixtures of these kernels so far."""
+        """The counts of all mixtures of these kernels so far."""
         return self._seen.counts()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -61,7 +61,7 @@ def combine_kernel(
 
 
 class Seen:
-    """What mixtures have done: what the host knows, and on the device how rows were spread."""
+    """Counts what mixtures have done: the host counts what it knows, and the device how rows were spread."""
 
     def __init__(self) -> None:
         self._known = RoutingCounts()
@@ -70,7 +70,7 @@ class Seen:
         self._is_read = True
 
     def add(self, tokens: int, visits: int, device: torch.device) -> Tensor:
-        """Count a mixture, but for how its rows are spread; that goes to the result."""
+        """Count a mixture, except for how its rows are spread: the device adds that to the tensor that this returns."""
         self._known.mixtures += 1
         self._known.pairs += tokens * visits
         if tokens == 1:
@@ -96,7 +96,7 @@ class Seen:
         self._is_read &= counted.mixtures == 0 or counted.touched > 0  # of several tokens the device counts
 
     def counts(self) -> RoutingCounts:
-        """Waits for the device if there was a mixture of several tokens since the last time."""
+        """Return the counts. This waits for the device if there was a mixture of several tokens since the last call."""
         if not self._is_read and self._of_device is not None:
             touched, busiest = self._of_device.tolist()
             self._read, self._is_read = (touched, busiest), True

@@ -18,9 +18,9 @@ from headway.kernels.weights import E2M1, NF4, Groups, Product, Weight
 
 # Inputs of a chunk at most: float32 is multiplied from registers, of which a program has few.
 _MOST_INPUTS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-_LEAST_LANES = 16  # that tl.dot takes
-# Of int4: inputs of a group, its largest number before it is rounded, and the largest factor of its scale; of scales
-# between these fractions of the one that keeps the largest weight, at most so many, the one that loses least.
+_LEAST_LANES = 16  # the fewest that tl.dot takes
+# For int4: inputs of a group, its largest number before it is rounded, the largest factor of its scale; the fractions
+# of the scale that keeps the largest weight between which scales are tried, and how many at most.
 INT4_GROUP, _LARGEST_INT4, _LARGEST_FACTOR, _FRACTIONS, _CANDIDATES = 32, 7.5, 16, (0.65, 1.1), 9
 _ROUNDED_ROWS = 4096  # at a time
 _ALL = 1 << 30  # chunks of a group that has all inputs
@@ -51,7 +51,7 @@ class Packed:
         format: plain, int4, int8, float8, float4 or normal4.
         chunk: inputs of a chunk.
         of_group, of_run: chunks that share a factor, and a scale.
-        dtype: of what it is multiplied with.
+        dtype: the dtype of what it is multiplied with.
     """
 
     numbers: Tensor
@@ -76,7 +76,7 @@ class Packed:
 
     @property
     def in_byte(self) -> int:
-        """Chunks of a step."""
+        """The number of chunks in a step."""
         return 2 if self.format in _IN_FOUR_BITS else 1
 
     @property
@@ -102,9 +102,9 @@ class Packed:
         plain = self._plain(stored)[..., : self.chunk].flatten(1, 2)  # [T, chunks, inputs of a chunk]
         if self.scales is not None:
             chunks = torch.arange(plain.shape[1], device=which.device)
-            plain = plain * self._of_chunks(self.scales, self.factors, matrix, chunks, which)
+            plain = plain * self._chunk_scales(self.scales, self.factors, matrix, chunks, which)
             if self.offsets is not None and self.minima is not None:
-                plain = plain - self._of_chunks(self.minima, self.offsets, matrix, chunks, which)
+                plain = plain - self._chunk_scales(self.minima, self.offsets, matrix, chunks, which)
         plain = plain.flatten(1)[:, : self.inputs]
         if self.order is not None:
             plain = torch.empty_like(plain).index_copy_(1, self.order[matrix].long(), plain)
@@ -119,7 +119,9 @@ class Packed:
         kinds = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "int4": torch.uint8}
         return stored.contiguous().view(kinds[self.format]).float()
 
-    def _of_chunks(self, floats: Tensor, bytes_: Tensor | None, matrix: int, chunks: Tensor, which: Tensor) -> Tensor:
+    def _chunk_scales(
+        self, floats: Tensor, bytes_: Tensor | None, matrix: int, chunks: Tensor, which: Tensor
+    ) -> Tensor:
         """[T, chunks, 1]: of a matrix' rows."""
         found = floats[matrix].float()[(chunks // self.of_run).clamp_max(floats.shape[1] - 1)][:, which]
         if bytes_ is not None:
@@ -157,7 +159,7 @@ def pack(products: Iterable[Product], count: int, gated: bool = False) -> Packed
     form, inputs, chunk, of_group, of_run, dtype = alike
     return Packed(
         numbers,
-        **_beside(found, inputs),
+        **_group_tensors(found, inputs),
         bias=torch.stack(biases) if biases else None,
         table=torch.tensor(NF4, device=numbers.device) if form == "normal4" else None,
         unit=None if all(unit == 1.0 for unit in units) else torch.tensor(units, device=numbers.device),
@@ -232,8 +234,8 @@ def _spans(groups: Groups | None, inputs: int, chunk: int) -> tuple[int, int]:
     return of_group, of_group * groups.run if groups.scales.shape[1] > 1 else _ALL
 
 
-def _beside(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor | None]:
-    """What packed matrices have beside their numbers, with their rows in this order."""
+def _group_tensors(found: list[tuple[Groups, Tensor]], inputs: int) -> dict[str, Tensor | None]:
+    """The tensors that packed matrices have beside their numbers, with rows in this order."""
     none = dict.fromkeys(("scales", "factors", "minima", "offsets", "order"))
     if not found:
         return none
@@ -267,7 +269,7 @@ def _chunks(values: Tensor, form: str, chunk: int, rows: Tensor) -> Tensor:
 
 
 def _narrowed(floats: Tensor) -> Tensor:
-    """In half precision, if all of them are the same there."""
+    """The numbers in half precision if they are all exact there; else as they are."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(floats.to(dtype).float(), floats):
             return floats.to(dtype).contiguous()

@@ -25,13 +25,13 @@ from headway.kernels.weights import Gate
 # Rows of which a matrix is split among programs; with more, there are enough of them.
 _FEW = 64
 _PROGRAMS = 4  # for each multiprocessor
-_LEAST_LANES = 256  # of a split
-_LANES_AT_ONCE = 64  # that a program reads before it goes on
+_LEAST_LANES = 256  # fewest lanes of a split
+_LANES_AT_ONCE = 64  # lanes that a program reads before it goes on
 
 
 @triton.jit
 def _numbers(stored, table, HIGH: tl.constexpr, FORMAT: tl.constexpr):
-    """What a chunk's stored numbers are, exactly: plain ones as they are, others as float32."""
+    """The exact values of a chunk's stored numbers: plain ones as they are, others as float32."""
     if FORMAT == "plain":
         numbers = stored
     elif FORMAT == "int8":
@@ -54,8 +54,8 @@ def _numbers(stored, table, HIGH: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _of_step(numbers, matrix, step, steps, lane, col, outputs, LANES: tl.constexpr):
-    """What is stored of a step, [LANES, COLS]."""
+def _stored_step(numbers, matrix, step, steps, lane, col, outputs, LANES: tl.constexpr):
+    """The stored numbers of a step, [LANES, COLS]."""
     at = numbers + ((matrix * steps + step) * LANES + lane)[:, None] * outputs + col[None, :]
     return tl.load(at, mask=((col < outputs) & (step < steps))[None, :], other=0)
 
@@ -71,7 +71,7 @@ def _inputs_of(order, matrix, chunk, lane, inputs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _of_chunk(floats, bytes_, matrix, chunk, runs, groups, col, outputs, of_run, of_group, there):
+def _chunk_scales(floats, bytes_, matrix, chunk, runs, groups, col, outputs, of_run, of_group, there):
     """Scales times factors of a chunk, or minima times offsets; 1 where there are none."""
     at = (matrix * runs + tl.minimum(chunk // of_run, runs - 1)) * outputs + col
     result = tl.load(floats + at, mask=there, other=0.0).to(tl.float32)
@@ -131,18 +131,18 @@ def one_row_kernel(
             chunk = step * IN_BYTE + number
             if number % IN_BYTE == 0:
                 own = step + number // IN_BYTE
-                stored = _of_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
+                stored = _stored_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
             place, is_input = _inputs_of(order, matrix, chunk, lane, inputs, CHUNK)
             value = tl.load(of_row + place, mask=is_input, other=0.0).to(tl.float32)
             products = _numbers(stored, table, number % IN_BYTE == 1, FORMAT).to(tl.float32) * value[:, None]
             if scales is not None:
                 within = there & (chunk * CHUNK < inputs)
-                scale = _of_chunk(
+                scale = _chunk_scales(
                     scales, factors, matrix, chunk, runs, groups, col, outputs, of_run, of_group, within
                 )  # fmt: skip
                 products *= scale[None, :]
                 if offsets is not None:
-                    minimum = _of_chunk(
+                    minimum = _chunk_scales(
                         minima, offsets, matrix, chunk, runs, groups, col, outputs, of_run, of_group, within
                     )  # fmt: skip
                     less += minimum * tl.sum(value, axis=0)
@@ -204,7 +204,7 @@ def rows_kernel(
             chunk = step * IN_BYTE + number
             if number % IN_BYTE == 0:
                 own = step + number // IN_BYTE
-                stored = _of_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
+                stored = _stored_step(numbers, matrix, own, steps, lane, col, outputs, LANES)
             place, is_input = _inputs_of(order, matrix, chunk, lane, inputs, CHUNK)
             value = tl.load(of_rows[:, None] + place[None, :], mask=live[:, None] & is_input[None, :], other=0.0)
             if WIDEN:
@@ -212,12 +212,12 @@ def rows_kernel(
             numbers_of = _numbers(stored, table, number % IN_BYTE == 1, FORMAT).to(value.dtype)
             if scales is not None:
                 within = there & (chunk * CHUNK < inputs)
-                scale = _of_chunk(
+                scale = _chunk_scales(
                     scales, factors, matrix, chunk, runs, groups, col, outputs, of_run, of_group, within
                 )  # fmt: skip
                 totals += tl.dot(value, numbers_of, input_precision="ieee") * scale[None, :]
                 if offsets is not None:
-                    minimum = _of_chunk(
+                    minimum = _chunk_scales(
                         minima, offsets, matrix, chunk, runs, groups, col, outputs, of_run, of_group, within
                     )  # fmt: skip
                     totals -= tl.sum(value.to(tl.float32), axis=1)[:, None] * minimum[None, :]

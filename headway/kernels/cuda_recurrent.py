@@ -17,12 +17,12 @@ from headway.kernels.interface import LayerState, Span, StepGeometry
 from headway.kernels.weights import DeltaRule
 
 _SPAN = tl.constexpr(len(Span._fields))
-_CHANNELS, _TOKENS = 128, 16  # that a program of a convolution has at a time
+_CHANNELS, _TOKENS = 128, 16  # channels and tokens that a program of a convolution has at a time
 
 
 @triton.jit
 def _input(x, x_stride, before, gate_stride, token, col, there):
-    """What is convolved: x [tokens, columns], times its gate if it has one; float32."""
+    """The input of the convolution: x [tokens, columns], times its gate if it has one; float32."""
     seen = tl.load(x + token * x_stride + col, mask=there, other=0.0).to(tl.float32)
     if before is not None:
         seen *= tl.load(before + token * gate_stride + col, mask=there, other=0.0).to(tl.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch works on the calling thread alone.
+    """Let torch work on the calling thread alone inside.
 
     OpenMP would wait for all its threads to be given a core, and its threads go on looking for work for milliseconds
     afterwards, on cores that the kernels' own team needs.
@@ -30,6 +30,6 @@ def one_thread() -> Iterator[None]:
 
 
 def to_device(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Of the same shape and dtype. The copy to a GPU is not waited for; on a CPU it is the array's own memory."""
+    """A tensor of the same shape and dtype. On a CPU it shares the array's memory; no copy to a GPU is waited for."""
     host = torch.from_numpy(numbers)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

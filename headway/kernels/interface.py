@@ -1,4 +1,4 @@
-"""What the model needs of a device, and where the tokens of a step stand.
+"""Defines the operations that a model needs of a device, and where the tokens of a step stand.
 
 Shapes: T tokens in the step (all sequences laid end to end), S sequences, H query heads, G key/value
 heads, D head dimension, N blocks in the pool, B tokens in a block.
@@ -106,13 +106,13 @@ class Span(NamedTuple):
 
 
 class SinkQueries(NamedTuple):
-    """What the first keys of a sequence are multiplied with in place of queries (StreamingLLM; Xiao et al., 2024).
+    """Queries for the first keys of a sequence, in place of its other queries (StreamingLLM; Xiao et al., 2024).
 
-    So a query sees them at another distance than that of their positions.
+    So a query sees these keys at another distance than that of their positions.
 
     Args:
         rows: [T, H, D], dense along heads and dimensions.
-        num_keys: of a sequence, at most 512 (see AttentionSinks).
+        num_keys: the first keys of a sequence, at most 512 (see AttentionSinks).
     """
 
     rows: Tensor
@@ -137,7 +137,7 @@ class RoutingCounts:
 
     Args:
         mixtures: times that a mixture was asked.
-        pairs: of a token and an expert that it was sent to.
+        pairs: pairs of a token and an expert that it was sent to.
         touched: experts that had any token.
         busiest: tokens of the expert that had most.
     """
@@ -148,7 +148,7 @@ class RoutingCounts:
     busiest: int = 0
 
     def since(self, earlier: RoutingCounts) -> tuple[int, int, int, int]:
-        """What was added to each since then."""
+        """The increase of each count since `earlier`."""
         return (
             self.mixtures - earlier.mixtures,
             self.pairs - earlier.pairs,
@@ -157,16 +157,16 @@ class RoutingCounts:
         )
 
 
-# What a row of logits asks of Draw; headway/engine/sampler.py says what is done with it, in which order.
+# The arguments of Draw for a row of logits; headway/engine/sampler.py says what is done with them, in which order.
 DRAW = np.dtype(
     [
         ("inverse_temperature", "f8"),  # 0: the likeliest token
         ("log_min_p", "f8"),  # -inf keeps all
         ("top_k", "i8"),  # 0 keeps all
         ("top_p", "f8"),
-        ("log_rest", "f8"),  # of (1 - top_p) / (2 * tokens); read where top_p < 1
-        ("stream", "u8"),  # of random numbers
-        ("position", "i8"),  # of the token
+        ("log_rest", "f8"),  # log((1 - top_p) / (2 * tokens)); read where top_p < 1
+        ("stream", "u8"),  # the stream of random numbers
+        ("position", "i8"),  # the token's position
         ("edits", "i8"),  # address of float64 [3, num_edits]: token ids, biases, first positions they may come at
         ("num_edits", "i8"),
         ("repetition", "f8"),
@@ -261,7 +261,7 @@ class Kernels(Protocol):
 
     @property
     def named(self) -> Mapping[str, object]:
-        """What laid-out weights refer to beside tensors, by names; empty where they cannot be kept on disk."""
+        """The objects that laid-out weights refer to beside tensors, by name; empty if they cannot be kept on disk."""
         ...
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
@@ -383,7 +383,7 @@ class Kernels(Protocol):
         ...
 
     def routing_counts(self) -> RoutingCounts:
-        """Of all mixtures of these kernels so far."""
+        """The counts of all mixtures of these kernels so far."""
         ...
 
     @property

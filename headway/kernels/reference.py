@@ -256,7 +256,7 @@ class TorchKernels:
         )
         head_of = torch.arange(heads, device=mixed.device)
         head_of = head_of % rule.key_heads if rule.by_turns else head_of * rule.key_heads // heads
-        query, key = (_of_length_one(part)[:, head_of] for part in (query, key))
+        query, key = (_l2_normalized(part)[:, head_of] for part in (query, key))
         writes, forgets = numbers.float().chunk(2, 1)
         writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
         out = torch.empty_like(value)
@@ -355,7 +355,7 @@ class ReferenceKernels(TorchKernels):
 
 
 def _choice(logits: Tensor, scores: Scores) -> Tensor:
-    """By what experts are chosen, [T, E]."""
+    """The scores by which experts are chosen, [T, E]."""
     choice = logits.sigmoid() if scores.sigmoid else logits
     if scores.bias is not None:
         choice = (choice if scores.sigmoid else logits.softmax(1)) + scores.bias
@@ -389,7 +389,7 @@ def spans_of(step: StepGeometry) -> list[tuple[Span, dict[int, int]]]:
     return found
 
 
-def _of_length_one(x: Tensor) -> Tensor:
+def _l2_normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What layers are made of, as a model hands it to kernels: matrices however they are packed, gates, routers, states.
+"""The parts of layers that a model hands to kernels: matrices however they are packed, gates, routers, states.
 
 Shapes use the symbols of `kernels.interface`.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Schemes in which a weight is multiplied; docs/quantization.md says what each means.
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
-# What codes of four bits stand for: e2m1, and quantiles of a normal distribution (Dettmers et al., 2023, appendix E).
+# The values of codes of four bits: e2m1, and quantiles of a normal distribution (Dettmers et al., 2023, appendix E).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -25,7 +25,7 @@ CODES = {"float4-weight-only": E2M1, "normal4-weight-only": NF4}
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What numbers that are packed in groups of inputs stand for: scale * factor * number - minimum * offset.
+    """Scales of numbers that are packed in groups of inputs. A weight is scale * factor * number - minimum * offset.
 
     Args:
         size: inputs of a group, a multiple of 8.
@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """In what matrices must agree that are kept alike."""
+        """The sizes in which matrices must agree to be kept in the same way."""
         return self.size, self.scales.shape[1], self.run
 
 
@@ -61,7 +61,7 @@ class Weight:
         groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
             (int4-weight-only, and the schemes of CODES), int8 (int8-weight-only) or float8_e4m3fn
             (float8-weight-only).
-        dtype: of what a packed weight is multiplied with; None: that of the values.
+        dtype: the dtype of what a packed weight is multiplied with; None: that of the values.
         factor: what products are multiplied with, before a bias is added.
     """
 
@@ -96,7 +96,7 @@ class Weight:
 
     @property
     def format(self) -> str:
-        """What kernels must have for it, for messages."""
+        """The format that kernels must have for this weight, for messages."""
         if self.groups is not None:
             return f"{self.scheme} packed in groups"
         return self.scheme if self.scales is None else f"{self.scheme} packed in rows"
@@ -107,9 +107,9 @@ Product = tuple[Weight, Tensor | None]  # a matrix and its bias [out]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What lets numbers u through: f(g) * (u + shift), f(g) = g * sigmoid(slope * g + cubic * g^3).
+    """A gate on numbers u: f(g) * (u + shift), f(g) = g * sigmoid(slope * g + cubic * g^3).
 
-    Before, u is brought into -limit .. limit and g to at most limit.
+    Before that, u is brought into -limit .. limit and g to at most limit.
     """
 
     slope: float = 1.0
@@ -133,7 +133,7 @@ class Scores:
         bias: float32 [E], added to scores where they choose, and not where they weigh.
         groups: parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those
             of the greatest score, or with sigmoids of the greatest sum of two.
-        factor: of the weights.
+        factor: the factor by which weights are multiplied.
         gated: a shared expert has a logit of its own; else its weight is 1.
     """
 
@@ -150,7 +150,7 @@ SOFTMAX = Scores()
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """What a gated delta net has beside its projections; all tensors are float32.
+    """The parameters of a gated delta net beside its projections; all tensors are float32.
 
     Args:
         key_heads: heads of queries and keys; each is that of as many heads of values, H together.

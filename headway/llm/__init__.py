@@ -33,7 +33,7 @@ from headway.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput", "ScoringRequestOutput"]
 
-_process: int | None = None  # that made the first LLM
+_process: int | None = None  # the process that made the first LLM
 
 
 def _check_process() -> None:

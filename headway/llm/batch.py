@@ -57,7 +57,7 @@ class Batch:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._calls: dict[str, Call] = {}  # by request
+        self._calls: dict[str, Call] = {}  # calls by request
         self._changed = threading.Condition()  # holds what follows
         self._driver: threading.Thread | None = None
         self._joining: list[Call] = []
@@ -133,7 +133,7 @@ class Batch:
 
     def _hand_over(self, output: SequenceOutput) -> None:
         call = self._calls.get(output.request_id)
-        if call is None:  # of a call that has ended
+        if call is None:  # its call has ended
             return
         try:
             if call.take(output):

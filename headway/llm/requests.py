@@ -147,7 +147,7 @@ class VectorCollector:
         self.request = request
 
     def take(self, output: SequenceOutput) -> bool:
-        """False: the engine has nothing to stop."""
+        """Take the vector. Returns False, because there is nothing for the engine to stop."""
         if output.error is not None:
             raise ValueError(output.error)
         if output.timings is not None:
@@ -159,7 +159,7 @@ class VectorCollector:
 
 
 class Front:
-    """What both forms share: tokenizer, chat template, and the making of requests."""
+    """The part that LLM and AsyncLLM share: it has the tokenizer and the chat template, and makes requests."""
 
     def __init__(self, model: str, skip_tokenizer_init: bool, classes: ClassTable) -> None:
         self.folder = resolve_model(model)
@@ -187,13 +187,13 @@ class Front:
         return Collector(self.tokenizer, output, request)
 
     def embedding(self, prompt: PromptType, dimensions: int | None, service_class: str) -> VectorCollector:
-        """Of a request for an embedding."""
+        """Make the collector of a request for an embedding."""
         request = self._request(self.pooler.ended(self._prompted(prompt)), _NOTHING, service_class)
         request.pooling = self.pooler.embedding(dimensions)
         return VectorCollector(request)
 
     def judgement(self, query: str, document: str, instruction: str | None, service_class: str) -> VectorCollector:
-        """Of a request that has the model judge a pair."""
+        """Make the collector of a request in which the model judges a pair."""
         assert self.chat_template is not None and self.tokenizer is not None
         messages, variables = judged_messages(self.chat_template, query, document, instruction)
         text = self.chat_template.render(messages, variables=variables)

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to the weights of a decoder, each laid out by the kernels of a device."""
+"""Makes the weights of a decoder from the tensors of a checkpoint. The kernels of a device lay each out."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Assembler:
         return LayerEnd(self._kernels, scalar, gate, projection, norm, self._config.rms_norm_eps)
 
     def _table(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Rows of a matrix that is nothing else."""
+        """A function that takes rows of a matrix which is used for nothing else."""
         packed = self._packed(name)
         if packed is None:
             return partial(self._kernels.take, self._stack(f"{name}.weight"))
@@ -167,7 +167,7 @@ class Assembler:
         of_queries = queries if latent.q_rank is None else torch.arange(latent.q_rank)
         kept = torch.cat([torch.arange(latent.kv_rank), latent.kv_rank + turned])
         lowered = self._rows_of(torch.cat([of_queries, len(of_queries) + kept]), *attention_names(self._config, index))
-        to_keys, to_values = self._of_heads(name, latent, heads)
+        to_keys, to_values = self._latent_heads(name, latent, heads)
         return LatentWeights(
             lowered=lowered,
             query_norm=None if latent.q_rank is None else self._norm(f"{name}.q_a_layernorm"),
@@ -179,8 +179,8 @@ class Assembler:
             cache=cache,
         )
 
-    def _of_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
-        """Latents to keys, the other way round, and to values; what is packed by rows of outputs is made plain."""
+    def _latent_heads(self, attention: str, latent: Latent, heads: int) -> tuple[HeadLinear, HeadLinear]:
+        """The matrices that make keys and values of latents, that of keys transposed. Packed ones are made plain."""
         if self._config.by_heads:
             each = [[self._weight(f"{attention}.heads.{n}.{x}_b_proj") for n in range(heads)] for x in "kv"]
             with self._clock.measure("layout"):
@@ -210,7 +210,7 @@ class Assembler:
         (mixed, rest), block = recurrent_names(self._config, index), f"model.layers.{index}.linear_attn"
         groups, each = state.key_heads, state.heads // state.key_heads
         sizes = (state.key_dim, state.key_dim, each * state.value_dim, each * state.value_dim)
-        # In one tensor the rows of each key head are together.
+        # If there is one tensor, the rows of each key head are together in it.
         projection, heads_projection = (
             self._linear(*names) if len(names) > 1 else self._rows_of(grouped_rows(groups, *rows), *names)
             for names, rows in ((mixed, sizes), (rest, (each, each)))
@@ -230,7 +230,7 @@ class Assembler:
         return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def _taps(self, name: str) -> Tensor:
-        """What a convolution multiplies with, [width, channels]."""
+        """The taps of a convolution, [width, channels]."""
         return self._stack(f"{name}.weight", dtype=torch.float32).squeeze(1).T.contiguous()
 
     def _norm(self, name: str, factor: float = 1.0) -> Tensor:
@@ -285,7 +285,7 @@ class Assembler:
         gate_up: Iterator[Product]
         down: Iterator[Product]
         if routing.by_turns:
-            gate_up, down = (self._by_turns(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
+            gate_up, down = (self._interleaved_experts(f"{layer}.{each}", gated=each == STACKED[0]) for each in STACKED)
         elif stacked:
             gate_up, down = self._matrices(f"{layer}.{STACKED[0]}"), self._matrices(f"{layer}.{STACKED[1]}", factors)
         else:
@@ -310,7 +310,7 @@ class Assembler:
         return DenseMLP(self._gated(*gated), self._linear(down, factor=factor))
 
     def _matrices(self, name: str, factors: Sequence[float] | None = None) -> Iterator[Product]:
-        """Those of the experts of a layer, whose tensor holds all of them, [E, out, in]; with factors of products."""
+        """The matrices of a layer's experts, which one tensor [E, out, in] holds; with factors of their products."""
         scheme = scheme_of(name, self._quantization, None)
         if self._config.traits.inputs_first:
             yield from ((Weight(matrix.T.contiguous(), scheme), None) for matrix in self._stack(name))
@@ -320,7 +320,7 @@ class Assembler:
             factor = 1.0 if factors is None else factors[number]
             yield Weight(matrix if lent is None else [matrix], scheme, factor=factor), None
 
-    def _by_turns(self, name: str, gated: bool) -> Iterator[Product]:
+    def _interleaved_experts(self, name: str, gated: bool) -> Iterator[Product]:
         """gpt-oss's experts of a layer (see Routing), gate rows above up rows."""
         scheme, biases = scheme_of(name, self._quantization, None), self._stack(f"{name}_bias")
         turns = torch.arange(biases.shape[1], device=self._device)

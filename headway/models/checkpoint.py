@@ -28,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PAGE_BYTES = 4096
 LOADABLE = ("F64", "F32", "F16", "BF16")  # safetensors' names
-# Of what is packed, by the last part of a name; a weight that has scales is of int8 or float8.
+# The types of packed tensors, by the last part of a name. A weight that has scales is int8 or float8.
 _PACKED = {
     **dict.fromkeys(("qweight", "qzeros", "g_idx", "weight_packed", "weight_zero_point", "weight_g_idx"), ("I32",)),
     "weight_shape": ("I64", "I32"),
@@ -138,7 +138,7 @@ def _has_outputs_first(folder: Path, names: Collection[str]) -> bool:
 def found_packed(
     folder: Path, packed: PackedMatrices | None, stored: tuple[tuple[str, str], ...]
 ) -> PackedMatrices | None:
-    """With the matrices that are plain where config.json does not name them (bitsandbytes): those without scales."""
+    """Add the plain matrices to `packed` if config.json does not name them (bitsandbytes): they have no scales."""
     if packed is None or packed.layout not in ("nf4", "fp4", "llm.int8"):
         return packed
     names, back = _names_in(folder), [(theirs, ours) for ours, theirs in reversed(stored)]
@@ -171,7 +171,7 @@ def other_parts(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_name(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """What a checkpoint calls a tensor."""
+    """The name of a tensor in the checkpoint."""
     for ours, theirs in pairs:
         name = name.replace(ours, theirs, 1)
     return name
@@ -205,7 +205,7 @@ class Checkpoint:
         try:
             self._file_of = self._locate(folder, expected)
             self._handles = {path: self._open(path) for path in sorted(set(self._file_of.values()))}
-            self._check(folder, expected)
+            self._check(expected)
         except BaseException:
             self._stack.close()
             raise
@@ -272,7 +272,7 @@ class Checkpoint:
         except OSError as error:
             raise ModelError(f"{path}: cannot be opened ({error}); download it again") from error
 
-    def _check(self, folder: Path, expected: Shapes) -> None:
+    def _check(self, expected: Shapes) -> None:
         names_in = {path: set(handle.keys()) for path, handle in self._handles.items()}
         for name, shape in expected.items():
             path = self._file_of[name]
@@ -357,10 +357,10 @@ class RandomWeights:
         self._clock = clock
 
     def lend(self, name: str, dtype: torch.dtype) -> None:
-        """Nothing lies in memory: a tensor is made when it is asked for."""
+        """Return None: nothing lies in memory, a tensor is made when it is asked for."""
 
     def packed(self, layer: str, dtype: torch.dtype) -> None:
-        """None is packed in groups."""
+        """Return None: no matrix is packed in groups."""
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, which must be contiguous."""

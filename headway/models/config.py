@@ -1,4 +1,4 @@
-"""What the decoder must know of a model, read from a Hugging Face config.json.
+"""Reads what the decoder must know of a model from a Hugging Face config.json.
 
 No torch here: the cost model and the API process may read a config too. Sizes are read by `cost.config`, with those of
 models that are only costed. What config.json asks for and the decoder cannot do is refused with one line that names the
@@ -52,12 +52,12 @@ class Multipliers:
 
     @property
     def added(self) -> float:
-        """Of what a layer adds to the residual stream."""
+        """The factor of what a layer adds to the residual stream."""
         return self.residual / self.embedding
 
 
 class SoftCaps(NamedTuple):
-    """Between which bounds, up and down, products of attention and logits are bent (Gemma 2); None for none."""
+    """Bounds of attention scores and of logits, which a tanh keeps within +-bound (Gemma 2); None for no bound."""
 
     attention: float | None = None
     logits: float | None = None
@@ -76,9 +76,9 @@ class ModelConfig:
         routing: None where every layer has the plain feed-forward layer.
         packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
         dtype: the checkpoint's own dtype by name, None where config.json does not say.
-        rms_norm_eps: of norms, those of the residual stream apart (see `residual_eps`).
-        rotated: for each layer, whether queries and keys have rotary positions.
-        local_rope: of layers with a window, where it is another one.
+        rms_norm_eps: the epsilon of norms, those of the residual stream apart (see `residual_eps`).
+        rotated: whether queries and keys have rotary positions, for each layer.
+        local_rope: the RoPE of layers with a window, where it is another one.
         by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
             (GGUF).
         headless: the checkpoint has no output layer, so nothing can be generated.
@@ -128,7 +128,7 @@ class ModelConfig:
         if text is not raw:
             traits = replace(traits, within=True, unused=(*traits.unused, *OTHER_PARTS))
             if packed is not None:
-                packed = replace(packed, ignored=tuple(map(_outside, packed.ignored)))
+                packed = replace(packed, ignored=tuple(map(_inner_name, packed.ignored)))
         acts = ACTS.get(traits.gate, ACTS["silu"])
         if values.get(traits.act, "silu") not in acts:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
@@ -170,12 +170,12 @@ class ModelConfig:
 
     @property
     def residual_eps(self) -> float:
-        """Of norms of the residual stream."""
+        """The epsilon of the norms of the residual stream."""
         return self.rms_norm_eps / self.multipliers.embedding**2
 
     @property
     def max_model_len(self) -> int:
-        """Context to serve when the user names none.
+        """The context to serve when the user names none.
 
         Linear and yarn scaling stretch it by their factor. Dynamic scaling does not, because it leaves the
         model unchanged only up to max_position_embeddings (see rope.py); ask for more to get more.
@@ -184,7 +184,7 @@ class ModelConfig:
 
     @property
     def longest_model_len(self) -> int:
-        """Most tokens that the positions of this model are meant for, RoPE scaling included."""
+        """The most tokens that the positions of this model are meant for, RoPE scaling included."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.shape.max_positions * self.rope.factor)
         if self.rope.kind == "yarn":
@@ -267,14 +267,14 @@ def _check_latent(values: ConfigValues, latent: Latent) -> None:
 
 
 def _left_out(values: ConfigValues, layers: int) -> tuple[str, ...]:
-    """DeepSeek and GLM store multi-token prediction as further layers."""
+    """Prefixes of tensors of multi-token prediction, which DeepSeek and GLM store as further layers."""
     key = "num_nextn_predict_layers"
     further = 0 if values.get(key) is None else values.non_negative_int(key, 0)
     return tuple(f"model.layers.{number}." for number in range(layers, layers + min(further, 100)))
 
 
 def _borrowed(shape: ModelShape) -> tuple[str, ...]:
-    """Of layers that attend to keys and values of others, checkpoints hold their own all the same."""
+    """Prefixes of tensors that are not used: projections of layers that attend to the keys and values of others."""
     layers = [layer for kind in shape.kinds if kind.source is not None for layer in kind.layers]
     return tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in layers for part in ("k", "v"))
 
@@ -284,7 +284,7 @@ def _softcaps(values: ConfigValues) -> SoftCaps:
     return SoftCaps(*(None if values.get(key) is None else values.positive_number(key) for key in keys))
 
 
-def _outside(name: str) -> str:
+def _inner_name(name: str) -> str:
     """The name of a tensor without what it lies in."""
     for pairs in WITHIN:
         for ours, theirs in pairs:

@@ -74,9 +74,9 @@ class MixtureMLP:
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """What makes queries, keys and values, and the result of what they find; qkv stacks the rows of all three.
+    """The layers that make queries, keys and values, and that project the result; qkv stacks the rows of all three.
 
-    Where results have gates, their rows come last.
+    If results have gates, the rows of these come last.
     """
 
     qkv: Linear
@@ -148,7 +148,7 @@ class Attention:
         return weights.o(attended.flatten(1))
 
     def _sink_queries(self, query: Tensor, step: StepGeometry) -> SinkQueries:
-        """Those for the first keys, of queries [T, H, D] without positions."""
+        """The queries for the first keys, from queries [T, H, D] without positions."""
         weights, rows = self._weights, self._kernels.join(query, query[..., :0])  # a copy
         if weights.rotated:
             self._kernels.rotate(rows, rows[:, :0], *self._sink_rope, step.positions)
@@ -279,7 +279,7 @@ class Decoder:
         return hidden
 
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What goes into the next part, and the residual stream with what the last one adds."""
+        """The input of the next part, and the residual stream with what the last part adds."""
         if norm is not None:
             return self.kernels.add_rms_norm(added, residual, norm, self._residual_eps)
         residual = self.kernels.add(added, residual)

@@ -1,4 +1,4 @@
-"""What each architecture calls its tensors, and what of its layers is not a size: a row for each. No torch here."""
+"""Names of tensors, and traits of layers that are not sizes, for each architecture. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GLM4_NORMS = NormNames(attended="post_self_attn_layernorm", mlp_out="post_mlp_l
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a family's tensors are called, and what of its layers is not a size.
+    """The names of a family's tensors, and the traits of its layers that are not sizes.
 
     Args:
         gate: what the gate of a feed-forward layer does: silu, gelu_tanh, or clamped, as gpt-oss's experts have it.
@@ -37,7 +37,7 @@ class Traits:
         norm_offset: how much more the weights of norms are than what is stored.
         stored: parts of tensors' names as the decoder has them, and as the checkpoint does.
         unused: how names of tensors begin that the decoder does not need.
-        turns_neighbours: of queries and keys, neighbours are turned together, not halves of what is turned.
+        turns_neighbours: rotation takes neighbours in queries and keys together, not the halves of what is rotated.
         within: the checkpoint has parts that read images too.
         norms_behind: queries and keys are normed behind their rotation.
         inputs_first: stacked experts are stored as [E, in, out].
@@ -89,7 +89,7 @@ _LFM2_MOE = replace(
         (".mlp.experts.", ".feed_forward.experts."),
     ),
 )
-# What a checkpoint that reads images too calls the parts that read text; it has one of these ways.
+# A checkpoint that also reads images has one of these ways to name the parts that read text.
 WITHIN: tuple[tuple[tuple[str, str], ...], ...] = (
     (("model.", "model.language_model."),),
     (("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
@@ -116,7 +116,7 @@ _HUNYUAN = Traits(
 )
 _COHERE = Traits(norms=NormNames(mlp=None), eps="layer_norm_eps", turns_neighbours=True, centred=True, beside=True)
 _GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
-# Of those that are known, the ones whose tensors and operations the decoder has.
+# The architectures whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
     "LlamaForCausalLM": Traits(),
     "MistralForCausalLM": Traits(),
@@ -177,7 +177,7 @@ ARCHITECTURES: dict[str, Traits] = {
 _MAMBA = "layers of Mamba"
 _LAYER_NORM = "LayerNorm and feed-forward layers without a gate"
 _BOTH_WAYS = "attention to later tokens, as an encoder"
-# What known families need that the decoder does not have.
+# Parts that known families need and the decoder does not have.
 LACKING = {
     "BambaForCausalLM": _MAMBA,
     **dict.fromkeys(
@@ -220,13 +220,13 @@ LACKING = {
     "PhiMoEForCausalLM": "routing by sparse mixing",
     "Starcoder2ForCausalLM": _LAYER_NORM,
 }
-# What config.json calls what gates do.
+# The names of gates' functions in config.json.
 ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_topk_prob": True}
-# What architectures assume for keys that only the decoder reads.
+# Defaults that architectures assume for keys that only the decoder reads.
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # Its first files have the exact GELU in "hidden_act" by mistake.
+    # The first files of Gemma have the exact GELU in "hidden_act" by mistake.
     "GemmaForCausalLM": {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
     "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma4ForCausalLM": _GEMMA_DEFAULTS
@@ -265,7 +265,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
 }
-# Where layers with a window have positions of their own: the key of their theta.
+# The key of the theta of layers with a window, if these have their own positions.
 LOCAL_THETAS = {
     "Gemma4ForCausalLM": "rope_local_base_freq",
     "Gemma3ForCausalLM": "rope_local_base_freq",

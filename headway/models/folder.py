@@ -1,4 +1,4 @@
-"""From a model's name to its folder. No torch: the server needs the folder before the engine does."""
+"""Finds the folder of a model's name. No torch: the server needs the folder before the engine does."""
 
 from __future__ import annotations
 

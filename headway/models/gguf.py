@@ -1,4 +1,4 @@
-"""GGUF files: what they say of a model, and where their tensors lie (ggml-org/ggml, docs/gguf.md). No torch.
+"""Reads GGUF files: what they say of a model, and where their tensors lie (ggml-org/ggml, docs/gguf.md). No torch.
 
 Nothing that a file says of itself is believed: each count and length is held against the bytes that are left before
 anything is made of it.
@@ -37,7 +37,7 @@ TENSOR_TYPES = {
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
-# What cannot be read, by name, for messages.
+# Types that cannot be read, for messages.
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",

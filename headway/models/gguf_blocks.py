@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.kernels.weights import Groups, Weight
 
-# What IQ4_NL and IQ4_XS mean by four bits.
+# The values of four bits in IQ4_NL and IQ4_XS.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

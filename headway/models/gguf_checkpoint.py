@@ -1,4 +1,4 @@
-"""Weights from GGUF files: tensors that are plain as they lie, packed ones as numbers in groups."""
+"""Reads weights from GGUF files: plain tensors as they are, packed ones as numbers in groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.models.gguf_config import gguf_files
 from headway.models.gguf_names import as_stored, family_of, gguf_name, left_over, turns_neighbours
 from headway.models.tensors import Shapes
 
-# Of experts whose gates and what these let through are one tensor, the gates first.
+# The halves of a tensor that holds the gate rows of experts and then their up rows.
 _HALVES = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -48,7 +48,7 @@ class GGUFCheckpoint:
                 raise ModelError(f"{model.path}: tensor {theirs} is missing; use a file that holds a whole model")
             used.add(theirs)
             self._tensors[name] = tensor = _part(model.tensors[theirs], expert, half)
-            if _without_ones(tensor.shape) != _without_ones(shape):
+            if _squeezed(tensor.shape) != _squeezed(shape):
                 said = f"has shape {list(model.tensors[theirs].shape)}, but {list(shape)} is needed"
                 raise ModelError(f"{model.path}: tensor {theirs} {said}{'' if expert is None else ' of each expert'}")
         for name in left_over(model, used, config.shape.layers):
@@ -146,5 +146,5 @@ def _part(tensor: GGUFTensor, expert: int | None, half: int | None) -> GGUFTenso
     return replace(part, shape=(rows, *part.shape[1:]), first=part.first + half * size // 2, size=size // 2)
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)

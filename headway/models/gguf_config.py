@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model as a config.json, in a folder that is made of the file.
+"""Writes what a GGUF file says of its model as a config.json, in a folder that is made of the file.
 
 A folder is made of a file, once, which has what a checkpoint's folder has: config.json, the tokenizer's files, and
 links to the GGUF files as its weights. So whoever reads a model's folder reads a GGUF file too. No torch.
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
 }
-# Of what each head turns, a key says how much.
+# Families in which only a part of each head is rotated; a key says how much.
 _TURNED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2", *DELTA_NETS)
 # Weights of experts that are chosen sum to 1 unless a key says otherwise.
 _NORMALIZED = ("qwen3moe", "qwen3next", "qwen35moe", "lfm2moe")
@@ -88,14 +88,14 @@ _FIELDS = {
     "conv_L_cache": "shortconv.l_cache",
     "num_dense_layers": "leading_dense_block_count",
 }
-# Of deepseek2, whose heads' sizes have keys of their own beside those of what is cached.
+# For deepseek2: the sizes of its heads have their own keys, beside those of what is cached.
 _LATENT_FIELDS = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
     "v_head_dim": "attention.value_length_mla",
 }
-# Of it, and of others with routers like its own.
+# For deepseek2, and for others with routers like its own.
 _DEEPSEEK_FIELDS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "n_routed_experts": "expert_count",
@@ -113,7 +113,7 @@ _ERNIE_FIELDS = {
     "moe_layer_start_index": "leading_dense_block_count",
 }
 _LOCAL_EXPERTS = ("MixtralForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "MiniMaxM2ForCausalLM")
-_SIGMOID = 2  # of expert_gating_func
+_SIGMOID = 2  # a value of expert_gating_func
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -181,7 +181,7 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-_VERSION = 3  # of what is written into a folder
+_VERSION = 3  # version of what is written into a folder
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def config_of(model: GGUFModel) -> dict[str, Any]:
         "dtype": _dtype(tensors),
         "pooling_type": values.get(f"{family}.pooling_type"),
     }
-    config |= _of_family(model, family, config, heads)
+    config |= _family_fields(model, family, config, heads)
     if any(tensor.kind not in _PLAIN for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     scaling = _rope_scaling(model, family, config)
@@ -250,8 +250,8 @@ def _rename(family: str, config: dict[str, Any]) -> None:
     config["architectures"] = [architecture]
 
 
-def _of_family(model: GGUFModel, family: str, config: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """What a family has beside others."""
+def _family_fields(model: GGUFModel, family: str, config: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """The keys of config.json that only this family has."""
     values, tensors, found = model.values, model.tensors, dict[str, Any]()
     turned = values.get(f"{family}.rope.dimension_count")
     if family in _TURNED_IN_PART and isinstance(turned, int):
@@ -276,7 +276,7 @@ def _of_family(model: GGUFModel, family: str, config: Mapping[str, Any], heads: 
 
 
 def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What deepseek2 has beside others. One name stands for DeepSeek-V2 and V3, which routers tell apart."""
+    """The keys of config.json that only deepseek2 has. It is DeepSeek-V2 or V3, which differ in their routers."""
     values = model.values
     if "blk.0.attn_k_b.weight" not in model.tensors:
         raise ModelError(f"{model.path}: tensor blk.0.attn_k_b.weight is missing; use a file of a newer converter")
@@ -292,7 +292,7 @@ def _latent(model: GGUFModel, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(values: Mapping[str, Any], family: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """What the keys of a family say of these fields of config.json."""
+    """The fields of config.json that the family's keys in the file give."""
     return {name: values[f"{family}.{key}"] for name, key in fields.items() if f"{family}.{key}" in values}
 
 
@@ -325,7 +325,7 @@ _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
-    """That of the matrices where all have one, else bfloat16."""
+    """The dtype of the matrices if all have the same, else bfloat16."""
     kinds = {tensor.kind for tensor in tensors.values() if len(tensor.shape) > 1}
     return _PLAIN.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
@@ -359,7 +359,7 @@ def _rope_scaling(model: GGUFModel, family: str, config: Mapping[str, Any]) -> d
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
     multiplier = values.get(f"{family}.rope.scaling.yarn_log_multiplier")
-    if multiplier:  # of the logarithm of the factor: a tenth of what config.json has
+    if multiplier:  # it multiplies the logarithm of the factor: a tenth of what config.json has
         scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
     return scaling | ({"truncate": False} if family == "gpt-oss" else {})
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says of Gemma 4, whose layers are not alike, as keys of config.json. No torch."""
+"""Reads the keys of config.json for Gemma 4, whose layers are not alike, from a GGUF file. No torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gemma4_config(
     """Keys beside those that all families have.
 
     Args:
-        turned: of each pair of a head without a window, what its frequency is divided by: 1, or so much that it stays
-            as it is.
+        turned: the divisor of the frequency of each pair in a head without a window: 1, or so much that the pair is not
+            rotated.
 
     Raises:
         ModelError: a key is missing or of another kind.

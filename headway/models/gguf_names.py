@@ -6,7 +6,7 @@ import re
 
 from headway.models.gguf import GGUFModel
 
-# Of queries and keys these have neighbours turned together, where a Hugging Face checkpoint has halves of a head.
+# Files of these families rotate neighbours in queries and keys, and Hugging Face checkpoints halves of a head.
 _NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3")
 GEMMA, DELTA_NETS = ("gemma", "gemma2", "gemma3"), ("qwen3next", "qwen35", "qwen35moe")
 # The norms of these are stored as what they are, where a Hugging Face checkpoint has one less; but for one.
@@ -77,7 +77,7 @@ TENSORS = {
     "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
 _POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-# What families call by another name.
+# Norms that have another name in some families.
 _NORMS = {
     **{
         each: {"post_attention_layernorm": "post_attention_norm"}
@@ -139,7 +139,7 @@ def gguf_name(name: str, family: str = "llama") -> tuple[str, int | None]:
 
 
 def family_of(model: GGUFModel) -> str:
-    """GGUF's name of its architecture."""
+    """The name that GGUF gives the architecture."""
     return str(model.values.get("general.architecture"))
 
 
@@ -157,7 +157,7 @@ def as_stored(model: GGUFModel, name: str) -> str:
 
 
 def left_over(model: GGUFModel, used: set[str], layers: int) -> list[str]:
-    """Tensors that have no place in a model of so many layers; further ones predict further tokens."""
+    """Tensors that have no place in a model of so many layers. Tensors of further layers predict further tokens."""
     found = model.tensors.keys() - used - set(_NOT_WEIGHTS)
     if model.values.get(f"{family_of(model)}.nextn_predict_layers"):
         found = {name for name in found if not (at := _BLOCK.match(name)) or int(at[1]) < layers}

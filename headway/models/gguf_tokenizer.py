@@ -52,10 +52,11 @@ _QWEN35 = (
 )
 _SEED = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-# Of these a word that is a token is taken as it is, and a text begins with BOS unless the file says otherwise.
+# Vocabularies in which a word that is a token is taken as it is, and a text begins with BOS unless the file says
+# otherwise.
 _WHOLE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")
 _LLAMA3, _QWEN2, _SINGLE_DIGITS = (_words(r"\p{N}{1,3}"),), (_words(r"\p{N}"),), (r"\p{N}", _GPT2)
-# What cuts a text before its bytes are merged, one after the other, by the names that llama.cpp gives them.
+# Expressions that cut a text before its bytes are merged, applied in this order, by llama.cpp's names.
 _CUTS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "default": _DEFAULT,

@@ -1,4 +1,4 @@
-"""Matrices that are packed in groups, brought together: parts of a fused product may be packed in different ways."""
+"""Stacks matrices that are packed in groups: parts of a fused product may be packed in different ways."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _same_order(groups: Sequence[Groups]) -> bool:
 
 
 def _spread(floats: Tensor, groups: Groups) -> Tensor:
-    """Scales [out, runs] as one for each group."""
+    """Spread scales [out, runs], so that there is one for each group."""
     count = groups.factors.shape[1]
     return floats.repeat_interleave(groups.run if floats.shape[1] > 1 else count, 1)[:, :count]
 
@@ -120,14 +120,14 @@ def _stacked(groups: Sequence[Groups]) -> Groups:
 
 
 def _cut(groups: Groups, size: int) -> Groups:
-    """The same in groups of `size`."""
+    """Cut groups into smaller ones of `size` inputs."""
     times = groups.size // size
     factors, offsets = (each.repeat_interleave(times, 1) for each in (groups.factors, groups.offsets))
     return replace(groups, size=size, factors=factors, offsets=offsets, run=groups.run * times)
 
 
 def _with_runs(groups: Groups, run: int) -> Groups:
-    """The same in runs of `run` groups."""
+    """The same groups, with scales in runs of `run` groups."""
     scales, minima = (
         None if each is None else _spread(each, groups)[:, ::run].contiguous()
         for each in (groups.scales, groups.minima)

@@ -16,7 +16,7 @@ from headway.cost.layers import CacheSpec
 from headway.kernels.interface import HeadLinear, Kernels, LayerCache, Linear, SinkQueries, StepGeometry
 from headway.models.config import ModelConfig
 
-_EPS = 1e-6  # of its two norms, whatever config.json says of others
+_EPS = 1e-6  # the epsilon of its two norms, whatever config.json says of others
 
 
 @dataclass(slots=True)
@@ -25,10 +25,10 @@ class LatentWeights:
 
     Args:
         lowered: hidden -> queries or, with a norm of them, what they are made of; then the latent, and R.
-        query_norm: of what queries are made of; None where they are made at once.
+        query_norm: the norm of what queries are made of; None where they are made at once.
         raised: what queries are made of -> queries: N of all heads, then R of all heads. None likewise.
         latent_norm: [C].
-        to_keys, to_values: of each head, N -> C and C -> V.
+        to_keys, to_values: the products of each head, N -> C and C -> V.
     """
 
     lowered: Linear

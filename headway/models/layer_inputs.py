@@ -13,13 +13,13 @@ from headway.kernels.weights import GELU_TANH
 
 @dataclass(slots=True)
 class LayerInputs:
-    """What layers get of a token beside the residual stream.
+    """The input that layers get of a token beside the residual stream.
 
     Args:
         table: rows of a second embedding, [T] int64 -> [T, layers * width].
-        projection: of the first embedding.
+        projection: the product of the first embedding.
         norm: [width], of each layer's part of that, divided by what the table is to be multiplied with.
-        eps: of the norm.
+        eps: the epsilon of the norm.
     """
 
     kernels: Kernels
@@ -40,7 +40,7 @@ class LayerEnd:
     """Behind the feed-forward layer: what the layer's input adds to the residual stream, which is then scaled.
 
     Args:
-        gate, projection, norm: of the input; None where there is none.
+        gate, projection, norm: the layers of the input; None where there is none.
         scalar: what the residual stream is multiplied with.
     """
 
@@ -70,7 +70,7 @@ class MLPBesideExperts:
     Args:
         norms: [hidden] each: before the plain layer and behind it, before the experts and behind them.
         router_norm: [hidden], before the router.
-        eps: of the norms behind; `residual_eps`: of those before.
+        eps: the epsilon of the norms behind; `residual_eps`: of those before.
     """
 
     kernels: Kernels

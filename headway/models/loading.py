@@ -1,4 +1,4 @@
-"""From a model's name to a decoder on a device."""
+"""Loads the decoder of a model's name onto a device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_model(
 
     Args:
         load_format: auto or safetensors read the folder's safetensors; dummy needs only config.json.
-        seed: of the dummy weights.
+        seed: the seed of the dummy weights.
         on_stage: called at the end with each stage of StageClock and its nanoseconds.
         max_model_len: see Decoder.
         quantization: one of QUANTIZATIONS, for the matrices that the checkpoint has not packed; norms and biases stay

@@ -16,7 +16,7 @@ from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, INT4_GROUP,
 
 # AWQ's order of the eight numbers in a word.
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
-# Of a group with its own activation scale, the most inputs; and those whose products surely fit into an int32.
+# Sizes of a group with its own activation scale; and the most inputs whose products surely fit into an int32.
 _SIZES, _MOST_INPUTS = (128, 64, 32, 16, 8), 512
 
 _THIRDS = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
@@ -33,7 +33,7 @@ def packed_layer(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tenso
     if packed.scheme == "float4-weight-only":
         return _float4(packed, layer, tensors, dtype)
     if packed.layout in ("nf4", "fp4"):
-        return _of_blocks(packed, layer, tensors, dtype)
+        return _bitsandbytes_matrix(packed, layer, tensors, dtype)
     if packed.layout == "llm.int8":
         scales = tensors["SCB"].float().view(-1, 1) / 127
         values, zeros = tensors["weight"].view(torch.uint8) ^ 128, torch.full(scales.shape, 128, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def _in_steps(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor],
     scales = tensors["weight_scale"].float()
     largest = scales.amax(1, keepdim=True)
     units = torch.zeros_like(largest)
-    for steps in range(1, MOST_STEPS + 1):  # of several units, the least
+    for steps in range(1, MOST_STEPS + 1):  # if several units fit, the least is taken
         unit = largest / steps
         factors = (scales / unit).round()
         units = torch.where((factors * unit == scales).all(1, keepdim=True), unit, units)
@@ -95,25 +95,25 @@ def mxfp4_matrix(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weigh
     """A matrix of MXFP4, as gpt-oss holds experts: uint8 [out, groups, 16], the first of two in the low bits, and
     uint8 [out, groups].
     """
-    return _of_bytes(blocks.flatten(1), powers_of_two(exponents), dtype)
+    return _float4_matrix(blocks.flatten(1), powers_of_two(exponents), dtype)
 
 
 def _float4(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
     """A matrix of e2m1, two in a byte, the first in the low bits."""
     codes, scales = tensors["weight" if packed.layout == "nvfp4-modelopt" else "weight_packed"], tensors["weight_scale"]
     if packed.layout == "mxfp4-packed":
-        return _of_bytes(codes, powers_of_two(scales), dtype)
-    if packed.layout == "nvfp4":  # by which scales were multiplied, to make use of e4m3's range
+        return _float4_matrix(codes, powers_of_two(scales), dtype)
+    if packed.layout == "nvfp4":  # scales were multiplied by it, to make use of e4m3's range
         scales = scales.float() / tensors["weight_global_scale"].float()
     else:
         scales = scales.float() * tensors["weight_scale_2"].float()
     if not scales.isfinite().all():
         raise ModelError(f"{layer}.weight_scale holds what is not a number; download the checkpoint again")
-    return _of_bytes(codes, scales, dtype)
+    return _float4_matrix(codes, scales, dtype)
 
 
-def _of_bytes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
-    """Of bytes [out, in / 2] of e2m1, and a scale for each group of inputs."""
+def _float4_matrix(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Weight:
+    """The matrix of bytes [out, in / 2] of e2m1, with a scale for each group of inputs."""
     return _scaled(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1), scales, "float4-weight-only", dtype)
 
 
@@ -124,7 +124,7 @@ def _scaled(values: Tensor, scales: Tensor, scheme: str, dtype: torch.dtype) -> 
 
 
 class _State(msgspec.Struct):
-    """What bitsandbytes says of a matrix, as JSON."""
+    """The JSON in which bitsandbytes describes a matrix."""
 
     shape: tuple[int, int]
     blocksize: int
@@ -150,7 +150,9 @@ def _state(stored: Tensor, name: str) -> _State:
     return state
 
 
-def _of_blocks(packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+def _bitsandbytes_matrix(
+    packed: PackedMatrices, layer: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Weight:
     """A matrix of bitsandbytes in four bits, two numbers in a byte, the first in the high bits.
 
     A block of its numbers, row after row, has a scale. Where rows end within blocks, groups are of what divides both.

@@ -1,4 +1,4 @@
-"""The scheme in which each matrix is multiplied: by what the checkpoint holds, and by --quantization. No torch."""
+"""Finds the scheme in which each matrix is multiplied, from the checkpoint and --quantization. No torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from headway.cost.values import ConfigValues, ModelError
 EMBEDDING = "model.embed_tokens"
 # Routers, by the last part of their name: few numbers that decide much.
 ROUTERS = ("gate", "shared_expert_gate", "router")
-# Of delta nets, how much each head writes and forgets: the same.
+# The same holds for what says how much each head of a delta net writes and forgets.
 NUMBERS_OF_HEADS = ("in_proj_a", "in_proj_b", "in_proj_ba")
 _FEW_NUMBERS = (*ROUTERS, *NUMBERS_OF_HEADS)
 # Routers and the head, which AWQ, GPTQ and FP8 leave plain without saying so.
 _LEFT_PLAIN = ("lm_head", *(rf"re:.*\.{router}$" for router in ROUTERS))
 _PLAIN_ONLY = "use the unquantised checkpoint"
-# Of bitsandbytes: numbers that share a scale, and scales that share one; and how the name of what says so begins.
+# For bitsandbytes: numbers that share a scale, scales that share a scale, and the start of the name of their tensor.
 BLOCK_NUMBERS, BLOCK_SCALES, STATE = 64, 256, "quant_state.bitsandbytes__"
-# Of int4: inputs that share a factor, and what the factor of a row's scale is at most.
+# For int4: inputs that share a factor, and the largest factor of a row's scale.
 INT4_GROUP, MOST_STEPS = 32, 16
-# What a checkpoint of compressed-tensors must say, so that its numbers mean what the kernels take them for.
+# A checkpoint of compressed-tensors must say this, so that its numbers mean what the kernels take them for.
 _ROW_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-# Of layouts of e2m1: what the tensor of codes is called, and that of the scale of all groups, where there is one.
+# For layouts of e2m1: the name of the tensor of codes, and that of the scale of all groups, if there is one.
 _FLOAT4 = {
     "nvfp4": ("weight_packed", "weight_global_scale"),
     "nvfp4-modelopt": ("weight", "weight_scale_2"),
@@ -42,7 +42,7 @@ class PackedMatrices:
             packed; int4, of whose row all scales are whole multiples of one; or int4-weight-only, int8-weight-only,
             float8-weight-only, float4-weight-only or normal4-weight-only in groups.
         ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: of the tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
+        layout: that of tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
             fp8, nvfp4, nvfp4-modelopt, mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts.
         group_size: inputs that share a scale; None: all of a row.
         zero_points: there are some.
@@ -74,12 +74,12 @@ class PackedMatrices:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What the tensors of a layer are called."""
+        """The names of the tensors of a layer."""
         return tuple(self.tensors(32, 32 * (self.group_size or 1)))
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Of the tensors of a layer of e2m1, those that hold no plain numbers: how safetensors calls what they hold."""
+        """The types, by safetensors' names, of the tensors of an e2m1 layer that do not hold plain numbers."""
         if self.layout not in _FLOAT4:
             return {}
         return {_FLOAT4[self.layout][0]: "U8", "weight_scale": "U8" if self.layout == "mxfp4-packed" else "F8_E4M3"}
@@ -91,7 +91,7 @@ class PackedMatrices:
         )
 
     def tensors(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """What a linear layer [rows, columns] has in place of `weight`, with their shapes.
+        """The names and shapes of the tensors that a linear layer [rows, columns] has in place of `weight`.
 
         Raises:
             ModelError: the layer cannot be packed like this.
@@ -103,7 +103,7 @@ class PackedMatrices:
         if self.layout == "llm.int8":
             return {"weight": (rows, columns), "SCB": (rows,)}
         if self.layout in ("nf4", "fp4"):
-            return _of_bitsandbytes(self, rows, columns)
+            return _bitsandbytes_shapes(self, rows, columns)
         if self.layout == "fp8":
             blocks = -(-rows // self.block_rows) if self.block_rows else 1
             return {"weight": (rows, columns), self.scale: (blocks, groups)}
@@ -131,7 +131,7 @@ class PackedMatrices:
         return shapes | ({"weight_g_idx": (columns,)} if self.ordered else {})
 
 
-def _of_bitsandbytes(packed: PackedMatrices, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _bitsandbytes_shapes(packed: PackedMatrices, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     """The matrix is cut into blocks row after row. The state is of any length, and says the shape that it has here."""
     blocks = -(-rows * columns // BLOCK_NUMBERS)
     shapes: dict[str, tuple[int, ...]] = {"weight": (-(-rows * columns // 2), 1), "weight.absmax": (blocks,)}
@@ -213,7 +213,7 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
     form = group.get("format") or section.get("format")
     if form == "pack-quantized":
         _check(group, {"input_activations": None})
-        return _in_groups(weights, ignored, form)
+        return _grouped(weights, ignored, form)
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return _float4(weights, ignored, str(form))
     if form == "float-quantized":
@@ -227,15 +227,15 @@ def _compressed_tensors(section: ConfigValues) -> PackedMatrices:
         _check(activations, _ROW_ACTIVATIONS)
     if weights.get("num_bits") == 4:
         _check(weights, {"symmetric": True})
-        packed = _in_groups(weights, ignored, form)
+        packed = _grouped(weights, ignored, form)
         if packed.ordered:
             raise weights.error("actorder", f"is not supported with {form}; {_PLAIN_ONLY}")
-        return replace(packed, scheme="int4") if _in_steps(section, packed) else packed
+        return replace(packed, scheme="int4") if _has_scale_steps(section, packed) else packed
     _check(weights, _ROW_WEIGHTS)
     return PackedMatrices("int8" if rounds else "int8-weight-only", ignored)
 
 
-def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
+def _has_scale_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
     """Whether the scales of each row are whole multiples of one, as `headway quantize` writes them."""
     steps = section.get("scale_steps")
     if steps is None:
@@ -246,7 +246,7 @@ def _in_steps(section: ConfigValues, packed: PackedMatrices) -> bool:
     return True
 
 
-def _in_groups(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
+def _grouped(weights: ConfigValues, ignored: tuple[str, ...], layout: str) -> PackedMatrices:
     """Whole numbers of which groups or rows share a scale."""
     _check(weights, {"type": "int", "dynamic": False})
     bits, strategy = _one_of(weights, "num_bits", (4, 8)), _one_of(weights, "strategy", ("group", "channel"))
@@ -287,7 +287,7 @@ def _modelopt(section: ConfigValues) -> PackedMatrices:
 
 
 def _bitsandbytes(section: ConfigValues) -> PackedMatrices:
-    """Which matrices are packed, files say (found_packed)."""
+    """Only the files say which matrices are packed (see found_packed)."""
     if section.boolean("load_in_8bit"):
         return PackedMatrices("int8-weight-only", layout="llm.int8", scale="SCB")
     _check(section, {"load_in_4bit": True})
@@ -312,7 +312,7 @@ FORMATS = (*_METHODS, "gguf")
 
 
 def rounds_to(quantization: str, packed: PackedMatrices | None) -> str:
-    """What --quantization rounds plain matrices to: itself, or nothing where it names the checkpoint's own format.
+    """The scheme that --quantization rounds plain matrices to; "none" if it names the checkpoint's own format.
 
     Raises:
         ModelError: it names another format.

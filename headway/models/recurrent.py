@@ -16,7 +16,7 @@ class DeltaNet:
 
     Args:
         projection: rows of queries, keys and values, which are convolved, then of the gate of the result.
-        heads_projection: of each head's two numbers, first how much a token writes for all heads.
+        heads_projection: the product of each head's two numbers, first how much a token writes for all heads.
         taps: [width, channels] float32, of the convolution.
     """
 

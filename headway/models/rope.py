@@ -57,7 +57,7 @@ def rope_tables(
 
 
 def query_factors(rope: RopeConfig, context_len: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """What queries are multiplied with (RopeConfig.query_growth), float32 [context_len, 1]; None where all are 1."""
+    """The factors of queries (RopeConfig.query_growth), float32 [context_len, 1]; None if all are 1."""
     if not rope.query_growth or context_len <= rope.original_max_position:
         return None
     times = torch.arange(context_len, device=device) // rope.original_max_position

@@ -34,7 +34,7 @@ _KEYS: dict[str, set[str]] = {
         "truncate",
         "finetuned",  # says how the checkpoint was made; changes nothing
         "llama_4_scaling_beta",
-        "max_position_embeddings",  # that of the model once more
+        "max_position_embeddings",  # the model's, once more
     },
     "proportional": {"factor"},
     "longrope": {"factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"},

@@ -57,17 +57,17 @@ def read_routing(values: ConfigValues, experts: Experts) -> Routing:
     if "DeepseekV2ForCausalLM" in named:
         _allow(values, _SOFTMAX | {"norm_topk_prob": (None, False)})
         limited = values.get("topk_method") == "group_limited_greedy"
-        return _in_groups(values, experts, Routing(layers, False, shared="shared_experts"), limited)
+        return _with_groups(values, experts, Routing(layers, False, shared="shared_experts"), limited)
     if "Lfm2MoeForCausalLM" in named:
         routing = Routing(layers, values.boolean("norm_topk_prob"), "feed_forward", _BY_NUMBER, sigmoid=True)
         bias = "expert_bias" if values.boolean("use_expert_bias") else None
-        return _in_groups(values, experts, replace(routing, bias=bias), False)
+        return _with_groups(values, experts, replace(routing, bias=bias), False)
     if any(name.startswith(("DeepseekV3", "Glm4Moe")) for name in named):
         _allow(values, _SIGMOID)
         normalized = values.boolean("norm_topk_prob", True)
         bias = "gate.e_score_correction_bias"
         routing = Routing(layers, normalized, shared="shared_experts", bias=bias, sigmoid=True)
-        return _in_groups(values, experts, routing, True)
+        return _with_groups(values, experts, routing, True)
     if "MiniMaxM2ForCausalLM" in named:
         _allow(values, _SIGMOID)
         bias = "e_score_correction_bias"
@@ -95,7 +95,7 @@ def _allow(values: ConfigValues, allowed: dict[str, tuple[Any, ...]]) -> None:
             raise values.error(key, f"is not supported, only {' and '.join(repr(each) for each in known[1:])} is")
 
 
-def _in_groups(values: ConfigValues, experts: Experts, routing: Routing, limited: bool) -> Routing:
+def _with_groups(values: ConfigValues, experts: Experts, routing: Routing, limited: bool) -> Routing:
     """The routing with its factor and, where they count, its groups."""
     factor = values.positive_number("routed_scaling_factor", 1.0)
     groups = values.positive_int("n_group", 1) if limited and values.get("n_group") is not None else 1

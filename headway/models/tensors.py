@@ -233,7 +233,7 @@ class _Tensors:
 
 
 def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[int, ...]:
-    """Of the linear layers that attention_names() names."""
+    """The numbers of rows of the linear layers that attention_names() names."""
     width = shape.head_dim if shape.latent else cache.key_dim
     queries, keys, values = shape.heads * width, cache.heads * cache.key_dim, cache.heads * cache.value_dim
     if shape.latent is not None:
@@ -245,7 +245,7 @@ def _attention_rows(shape: ModelShape, cache: CacheSpec, parts: int) -> tuple[in
 
 
 def _recurrent_rows(state: StateSpec, mixed: int, rest: int) -> tuple[int, ...]:
-    """Of the linear layers that recurrent_names() names, so many of both kinds."""
+    """The numbers of rows of the linear layers that recurrent_names() names, `mixed` and `rest` many of each kind."""
     of_heads = (2 * state.heads // rest,) * rest if rest else ()
     first = state.projected - 2 * state.heads
     return (first, *of_heads) if mixed == 1 else (state.channels, state.mixed, *of_heads)

@@ -1,1 +1,1 @@
-"""From a checkpoint to one whose matrices are rounded: `headway quantize`."""
+"""Writes a checkpoint with rounded matrices: `headway quantize`."""

@@ -11,8 +11,8 @@ from headway.flags import Flag
 if TYPE_CHECKING:
     from headway.text.tokenizer import Tokenizer
 
-_CHARACTERS = 12  # of a token at most, on average over a window
-_KV_BYTES = 1 << 30  # that the model writes with
+_CHARACTERS = 12  # most characters of a token, on average over a window
+_KV_BYTES = 1 << 30  # size of the cache that the model writes with
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Calibration:
         """Token ids of each piece, all of one length.
 
         Args:
-            longest: that the model can take.
+            longest: the most tokens that the model can take.
 
         Raises:
             ValueError: the text cannot be read, or is too short; or a sample is too long.
@@ -50,7 +50,7 @@ class Calibration:
 
 
 def excerpts(text: str, count: int, characters: int) -> list[str]:
-    """So many pieces of a text, evenly spread over it, each beginning with a word.
+    """Cut `count` pieces out of a text, evenly spread over it, each beginning with a word.
 
     Raises:
         ValueError: the text is too short for them.
@@ -76,10 +76,10 @@ def windows(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[li
 
 
 def written(folder: Path, count: int, tokens: int, first_seed: int = 0) -> list[list[int]]:
-    """What the model writes at temperature 1, each time from the start of a text (Williams et al., 2024).
+    """Token ids that the model writes at temperature 1, each time from the start of a text (Williams et al., 2024).
 
     Args:
-        first_seed: of so many, one for each window.
+        first_seed: the seed of the first window; each further one has the next.
     """
     from headway.llm import LLM
     from headway.policy.sampling_params import SamplingParams

@@ -25,10 +25,10 @@ _SHARD_BYTES = 4 << 30
 
 
 class FolderDraft:
-    """Where the files of a checkpoint are written before it gets its name.
+    """The draft of a checkpoint's folder, in which files are written before it gets its name.
 
     Args:
-        path: of the draft.
+        path: the folder of the draft.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the scales of a product's inputs go, so that the model stays the same."""
+"""Finds where the scales of a product's inputs can go, so that the model stays the same."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Feeder:
     """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads.
 
     Args:
-        first: of the rows.
-        heads: that the rows are of, each as long; inputs have `times` heads for each.
+        first: the first of the rows.
+        heads: heads that the rows are of, each as long; inputs have `times` heads for each.
     """
 
     layer: str
@@ -26,23 +26,23 @@ class Feeder:
     times: int
 
     def alike(self, inputs: Tensor) -> Tensor:
-        """The same for all inputs that come from one row: the mean."""
+        """Replace the numbers of all inputs that come from one row by their mean."""
         if self.times == 1:
             return inputs
         grouped = inputs.view(self.heads, self.times, -1)
         return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Of numbers that are alike, those of the rows."""
+        """The numbers of the rows, from those of the inputs, which are equal for each row."""
         return inputs.view(self.heads, self.times, -1)[:, 0].reshape(-1)
 
 
 class Folds:
-    """Where the scales of inputs go: into the norm before a product, or the rows of the product before.
+    """Finds where the scales of inputs go: into the norm before a product, or into rows of the product before.
 
     Args:
-        norms: by the names of layers with one input: the norm that makes it.
-        experts: by the names of routers: the layers of experts that have their input.
+        norms: the norm that makes the input of layers, by the names of layers that share an input.
+        experts: the layers of experts that share the input of a router, by its name.
         plain: names of layers that are not quantised and have an input that others have.
     """
 
@@ -73,7 +73,7 @@ class Folds:
                 self._feeds[down] = gated[-1]
 
     def feeder(self, names: tuple[str, ...], shapes: Shapes) -> Feeder | None:
-        """Of a layer with these names."""
+        """The rows that feed the layer with these names; None where no scale can be moved to any."""
         if len(names) > 1:
             return None
         if (up := self._feeds.get(names[0])) is not None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from headway.models.quantization import MOST_STEPS
 from headway.quantize.schemes import Scheme
 
-_POWERS = tuple(step / 20 for step in range(1, 20))  # of the size of inputs, that AWQ tries
-_MOST_ROWS = 512  # that AWQ tries them on
-_DAMPING, _DAMPINGS = 0.01, 5  # of the mean of the moments' diagonal; tenfold where that does not suffice
+_POWERS = tuple(step / 20 for step in range(1, 20))  # powers of the size of inputs that AWQ tries
+_MOST_ROWS = 512  # rows that AWQ tries them on
+_DAMPING, _DAMPINGS = 0.01, 5  # share of the mean of the moments' diagonal; tenfold where that does not suffice
 _BLOCK = 128  # columns that GPTQ corrects one by one, before it corrects all that follow
 
 
@@ -40,11 +40,11 @@ class Rounded:
     @property
     def dense(self) -> Tensor:
         """The numbers that it stands for, float32."""
-        return (self.codes.float() - _each(self.zeros, self.codes)) * _each(self.scales, self.codes)
+        return (self.codes.float() - _per_input(self.zeros, self.codes)) * _per_input(self.scales, self.codes)
 
 
-def _each(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
-    """What groups share, for each of their inputs."""
+def _per_input(of_groups: Tensor | None, like: Tensor) -> Tensor | float:
+    """Repeat the numbers of groups for each of their inputs; 0.0 for none."""
     if of_groups is None:
         return 0.0
     return of_groups.float().repeat_interleave(like.shape[1] // of_groups.shape[1], 1)
@@ -55,8 +55,9 @@ class Grid:
 
     Args:
         weight: float32 [out, in].
-        dtype: of scales.
-        sizes: of the squares of inputs [in]; where a scale is the one that loses least, large inputs count for more.
+        dtype: the dtype of scales.
+        sizes: the size of the square of each input [in]. Large inputs count for more when the scale that errs least is
+            found.
     """
 
     def __init__(self, weight: Tensor, scheme: Scheme, dtype: torch.dtype, sizes: Tensor | None = None) -> None:
@@ -66,9 +67,9 @@ class Grid:
         if scheme.format == "nvfp4-pack-quantized":
             self._of_all = (6 * 448 / weight.abs().max().clamp(min=1e-30)).view(1)
         self._sizes = torch.ones(inputs) if sizes is None or not sizes.any() else sizes
-        self.scales, self.zeros = self._of(weight.view(rows, -1, scheme.group_size or inputs), dtype)
+        self.scales, self.zeros = self._fit(weight.view(rows, -1, scheme.group_size or inputs), dtype)
 
-    def _of(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _fit(self, grouped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales, as they are stored, and zero points [out, groups]."""
         low, high = self._scheme.limits
         if self._scheme.in_steps:
@@ -81,7 +82,7 @@ class Grid:
         return scales, (low - least / scales).round().clamp(low, high)
 
     def _stored(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """As they will be read, and such that one can divide by them."""
+        """Scales as they will be read from the checkpoint. None is 0, so that one can divide by them."""
         if self._scheme.format == "mxfp4-pack-quantized":  # powers of two; the largest weights become at least 3.5
             return torch.exp2(torch.floor(torch.log2(scales.clamp(min=2.0**-120) * 6 * 8 / 7)) - 2)
         if self._of_all is not None:
@@ -89,8 +90,8 @@ class Grid:
         return scales.clamp(min=torch.finfo(torch.float16).tiny).to(dtype).float()
 
     def codes(self, weight: Tensor, column: int | None = None) -> Tensor:
-        """The nearest of a matrix, or of one column [out], as float32."""
-        scales, zeros = self._for(weight, column)
+        """The nearest codes of a matrix, or of one column [out], as float32."""
+        scales, zeros = self._scales_for(weight, column)
         codes = weight / scales + zeros
         low, high = self._scheme.limits
         if self._scheme.floats:
@@ -98,11 +99,11 @@ class Grid:
         return codes.round().clamp(low, high)
 
     def dense(self, weight: Tensor, column: int | None = None) -> Tensor:
-        """The same as the numbers that it stands for."""
-        scales, zeros = self._for(weight, column)
+        """The numbers that these codes stand for."""
+        scales, zeros = self._scales_for(weight, column)
         return (self.codes(weight, column) - zeros) * scales
 
-    def _for(self, weight: Tensor, column: int | None) -> tuple[Tensor, Tensor]:
+    def _scales_for(self, weight: Tensor, column: int | None) -> tuple[Tensor, Tensor]:
         if column is not None:
             group = column // (self._scheme.group_size or column + 1)
             return self.scales[:, group], self.zeros[:, group]
@@ -110,7 +111,7 @@ class Grid:
         return self.scales.repeat_interleave(wide, 1), self.zeros.repeat_interleave(wide, 1)
 
     def rounded(self, codes: Tensor, dtype: torch.dtype) -> Rounded:
-        """Of codes as they are stored."""
+        """Codes, scales and zero points in the types in which they are stored."""
         if self._scheme.floats and self._scheme.bits == 4:
             return Rounded(codes, self.scales, None, self._of_all)
         stored = codes.to(torch.float8_e4m3fn if self._scheme.floats else torch.int8)
@@ -118,9 +119,10 @@ class Grid:
 
 
 def _in_steps(grouped: Tensor, sizes: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Of all multiples of a row's unit the scale that loses least in the square, for each group; and zero points.
+    """Scales [out, groups], and zero points of 0.
 
-    The unit has so few bits that float16 and bfloat16 hold its multiples as they are.
+    A scale is the multiple of its row's unit that errs least in the square. The unit has so few bits that float16 and
+    bfloat16 hold its multiples exactly.
     """
     largest = grouped.abs().amax((1, 2)).clamp(min=torch.finfo(torch.float16).tiny * high * MOST_STEPS)
     fraction, exponent = torch.frexp(largest / ((high - low) / 2 * MOST_STEPS))
@@ -147,7 +149,7 @@ def nearest(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Rounded:
 
 
 def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, act_order: bool) -> Rounded:
-    """Column by column, each column's error made up for by those that follow (Frantar et al., 2022).
+    """Round column by column, and let the columns that follow make up for the error of each (Frantar et al., 2022).
 
     Args:
         act_order: the inputs of the largest moments first. Groups stay as they are.
@@ -192,12 +194,12 @@ def _inverse_factor(moments: Tensor) -> Tensor | None:
 def awq_scales(
     weight: Tensor, moments: Tensor, scheme: Scheme, dtype: torch.dtype, alike: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What to multiply the weights of each input with before they are rounded: more where inputs are large.
+    """Factors for the weights of each input before they are rounded, larger where inputs are large.
 
-    Powers of the inputs' size, of which that one is taken whose products err least (Lin et al., 2023).
+    They are a power of the inputs' size, with the exponent whose products err least (Lin et al., 2023).
 
     Args:
-        alike: makes those numbers of inputs equal that must have one scale.
+        alike: makes numbers of inputs equal that must have the same scale.
     """
     some = weight[:: -(-len(weight) // _MOST_ROWS)]
     sizes = alike(moments.diagonal()).sqrt()

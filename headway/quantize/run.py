@@ -37,7 +37,7 @@ from headway.quantize.rounding import Rounded, awq_scales, gptq, nearest
 from headway.quantize.schemes import Recipe, Scheme
 from headway.quantize.watched import NamedWeights, WatchedKernels, WatchedLinear
 
-_ROWS = 4096  # of inputs that are summed up at once
+_ROWS = 4096  # rows of inputs that are summed up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def quantize(
     raw = read_json(folder / "config.json", "")
     config = replace(config, traits=found_traits(folder, config.traits))
     stacked = has_stacked_experts(folder, config.traits)
-    said = recipe.said(_ignored(config))
+    said = recipe.quantization_config(_ignored(config))
     packed = read_packed(ConfigValues({"quantization_config": said}, "config.json"))
     assert packed is not None
     shapes = expected_tensors(config)
@@ -173,8 +173,8 @@ class _Quantizer:
         self._shapes, self._on_progress = layers, on_progress
         self._total, self._done = sum(torch.Size(shape).numel() for shape in layers.values()), 0
         self._changed: dict[str, Tensor] = {}  # tensors that are written in another way than they were read
-        self._rounded: dict[str, Rounded] = {}  # by layer; of this block of the model, not yet written
-        self._scales: dict[str, Tensor] = {}  # by norm: what its outputs were divided by
+        self._rounded: dict[str, Rounded] = {}  # by layer: matrices of this block of the model that are not written yet
+        self._scales: dict[str, Tensor] = {}  # divisors of a norm's outputs, by norm
         self._written: set[str] = set()
         self._folds = Folds(config) if recipe.method == "awq" else None
 
@@ -190,16 +190,16 @@ class _Quantizer:
             each.exchange = self._exchange
         if windows:
             _run(decoder, windows)
-        for each in linears:  # those that no token came to
+        for each in linears:  # no token came to those that still have an exchange
             if each.exchange is not None:
                 self._exchange(each, None)
         self._finish()
 
     def _exchange(self, linear: WatchedLinear, x: Tensor | None) -> Tensor:
-        """Quantise the matrix of a linear layer, which has inputs x [T, in]; what it now multiplies with.
+        """Quantise the matrix of a linear layer with inputs x [T, in], and return the matrix that takes its place.
 
         Args:
-            x: None where the inputs are not looked at, or there are none.
+            x: None if the inputs are not looked at, or if there are none.
         """
         linear.exchange = None
         names = linear.names
@@ -237,7 +237,7 @@ class _Quantizer:
         return nearest(weight * scales, self._scheme, self._dtype)
 
     def _input_scales(self, names: tuple[str, ...], weight: Tensor, moments: Tensor | None) -> Tensor:
-        """What the weights of each input are multiplied with; what makes the inputs has been changed to match."""
+        """Factors for the weights of each input. The layer or norm that makes the inputs is changed to match."""
         plain = torch.ones(weight.shape[1])
         if self._folds is None:
             return plain

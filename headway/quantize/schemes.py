@@ -15,7 +15,7 @@ class Scheme:
     """How matrices are rounded, and in which of compressed-tensors' formats they are written.
 
     Args:
-        bits: of a weight.
+        bits: the bits of a weight.
         group_size: inputs that share a scale; None: all of a row.
         symmetric: there are no zero points.
         floats: weights become e4m3 or, of four bits, e2m1, and not whole numbers.
@@ -44,7 +44,7 @@ class Scheme:
 
     @property
     def strategy(self) -> str:
-        """What has a scale, in compressed-tensors' words."""
+        """The name that compressed-tensors has for what shares a scale."""
         if self.format == "nvfp4-pack-quantized":
             return "tensor_group"
         return "channel" if self.group_size is None else "group"
@@ -80,10 +80,10 @@ class Recipe:
 
     @classmethod
     def of(cls, name: str, method: str, group_size: int | None, act_order: bool = True) -> Recipe:
-        """By the name of a scheme, with groups of another size.
+        """Make a recipe from the name of a scheme, perhaps with groups of another size.
 
         Raises:
-            ValueError: it has no groups; or as above.
+            ValueError: the scheme has no groups, or the method does not fit it.
         """
         scheme = SCHEMES[name]
         if group_size is not None and (scheme.group_size is None or scheme.floats):
@@ -91,7 +91,7 @@ class Recipe:
             raise ValueError(f"--group-size {group_size}: {name} has {own}; leave --group-size out")
         return cls(replace(scheme, group_size=group_size or scheme.group_size), method, act_order)
 
-    def said(self, ignored: list[str]) -> dict[str, Any]:
+    def quantization_config(self, ignored: list[str]) -> dict[str, Any]:
         """The quantization_config of config.json."""
         scheme = self.scheme
         weights: dict[str, Any] = {

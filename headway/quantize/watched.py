@@ -16,7 +16,7 @@ from headway.kernels.weights import SILU, DeltaRule, Gate, Weight
 from headway.models.checkpoint import Checkpoint
 from headway.quantize.apart import TakenApart
 
-_ROWS = 1024  # of tokens, that are multiplied at once: a gated product is several times as large as its result
+_ROWS = 1024  # tokens that are multiplied at once: a gated product is several times as large as its result
 
 
 class NamedWeights:
@@ -40,7 +40,7 @@ class NamedWeights:
         self._checkpoint.copy_into(name, out)
 
     def packed(self, layer: str, dtype: torch.dtype) -> None:
-        """None is packed."""
+        """Note the layer and return None: its matrix is not packed."""
         self._names.append(layer)
 
 
@@ -48,7 +48,7 @@ class WatchedLinear:
     """A product that asks for its matrix when it first has inputs.
 
     Args:
-        names: of the layers whose rows stand one under the other.
+        names: the names of the layers whose rows stand one under the other.
         weight: as it was read; where the file is mapped, it takes no memory.
     """
 
@@ -62,7 +62,7 @@ class WatchedLinear:
 
     @property
     def matrix(self) -> Tensor:
-        """[out, in], in the order of rows that the decoder wants."""
+        """The matrix [out, in], in the order of rows that the decoder wants."""
         return torch.cat(self.weight.parts)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def _turned(table: Table) -> Table:
 
 
 def _widths(table: Table, most: int) -> list[int] | None:
-    """Of the columns, each at least as wide as its longest word; None where that is too much for the terminal."""
+    """The widths of columns, at least that of their longest words; None if the terminal is too narrow for that."""
     columns = [
         [heading, *(text for row in table.rows for text in (row[place].text, row[place].detail))]
         for place, heading in enumerate(table.columns)
@@ -108,7 +108,7 @@ def _cell(cell: Cell) -> Text:
 
 
 def print_banner(console: Console, banner: Banner) -> None:
-    """Loud when it is bad: a heavy box. A line or two otherwise."""
+    """Print a banner: in a heavy box if it is bad, as a line or two otherwise."""
     style = STYLES[banner.tone]
     if banner.tone == "bad":
         body = Text("\n".join(banner.lines))

@@ -1,4 +1,4 @@
-"""What reports are made of, the same for the terminal and the page: tables, pictures, sections, banners."""
+"""The parts of reports, for the terminal and the page alike: tables, pictures, sections, banners."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from headway.report.spots import Spot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Roofs = Mapping[str, Callable[[float], float]]  # by label, FLOP/s at so many FLOPs per byte
+Roofs = Mapping[str, Callable[[float], float]]  # FLOP/s at so many FLOPs per byte, by label
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Marks:
     """Points of one kind: FLOPs per byte across, FLOP/s in the unit of the plot up.
 
     Args:
-        marker: of matplotlib.
+        marker: a marker of matplotlib.
         colour: a name of the palette.
     """
 

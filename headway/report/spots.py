@@ -30,7 +30,7 @@ class Spot:
 
     @property
     def radius(self) -> float:
-        """Of its marker, in inches."""
+        """The radius of the marker, in inches."""
         return math.sqrt(self.area) / 2 / 72
 
 
@@ -60,22 +60,22 @@ def name_spots(
 
     Args:
         axes: logarithmic both ways, with its final limits.
-        groups: of spots, those that matter most first.
+        groups: groups of spots, those that matter most first.
         avoid: places of a line that names should not cover.
-        size: of the axes, about, in inches.
+        size: the size of the axes, about, in inches.
     """
     limits = axes.get_xlim(), axes.get_ylim()
 
     def place(spot: Spot) -> tuple[float, float]:
-        """In inches."""
+        """The place of a spot, in inches."""
         x, y = (
             length * math.log(value / low) / math.log(high / low)
             for value, (low, high), length in zip((spot.x, spot.y), limits, size, strict=True)
         )
         return x, y
 
-    taken = [_around(place(spot), spot.radius) for group in groups for spot in group]
-    taken += [_around(place(spot), 0.01) for spot in avoid]
+    taken = [_box_around(place(spot), spot.radius) for group in groups for spot in group]
+    taken += [_box_around(place(spot), 0.01) for spot in avoid]
     whole = _Box(0.0, 0.0, *size)
     for group, colour in zip(groups, colours, strict=True):
         for cluster in _clusters(group, place):
@@ -128,5 +128,5 @@ def _badness(box: _Box, taken: Sequence[_Box], whole: _Box) -> int:
     return sum(box.covers(other) for other in taken) + 10 * outside
 
 
-def _around(place: tuple[float, float], half: float) -> _Box:
+def _box_around(place: tuple[float, float], half: float) -> _Box:
     return _Box(place[0] - half, place[1] - half, place[0] + half, place[1] + half)

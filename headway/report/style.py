@@ -165,7 +165,7 @@ def new_figure(
     Args:
         width, height: inches; the page shows 8 inches as the full width of its column.
         x, y: labels of the axes, the same for all panels or one for each.
-        subplots: for Figure.subplots: sharex, width_ratios, ...
+        subplots: arguments for Figure.subplots: sharex, width_ratios, ...
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -264,14 +264,14 @@ def stacked_bars(
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Of horizontal bars, the first on top."""
+    """Name the rows of horizontal bars, with the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
 
 
 def beside(axes: Axes, x: float, row: int, text: str) -> None:
-    """A text at the end of a horizontal bar."""
+    """Write a text at the end of a horizontal bar."""
     axes.annotate(text, (x, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
@@ -283,7 +283,7 @@ def nothing_to_show(axes: Axes, why: str) -> None:
 
 
 def _lay_out(figure: Figure) -> None:
-    """Once for all forms that a figure is saved in: it takes longer than drawing."""
+    """Lay a figure out once for all forms in which it is saved, because that takes longer than drawing."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
@@ -301,7 +301,7 @@ def to_png(figure: Figure) -> bytes:
 _UNREAD_ID = re.compile(r' id="(?:figure|axes|matplotlib\.axis|patch|line2d|text|legend|xtick|ytick)[A-Za-z0-9_.]*"')
 _ID = re.compile(r'( id="|href="#|url\(#)([^")]+)')
 _FONT_FAMILY = re.compile(r" font-family: [^;\"]*;")
-_FONT_SHORTHAND = re.compile(r"font: (?:bold |700 )?([0-9.]+px) [^;\"]*")  # of older versions of matplotlib
+_FONT_SHORTHAND = re.compile(r"font: (?:bold |700 )?([0-9.]+px) [^;\"]*")  # older versions of matplotlib write it
 _COLOUR = re.compile(r"(fill|stroke|stop-color): (#[0-9a-f]{6})")
 _UNTURNED = re.compile(r' transform="rotate\(-?0 [^"]*"')
 _VARIABLES = {light: f"var(--hw-{name})" for name, (light, _) in PALETTE.items()}

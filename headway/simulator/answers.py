@@ -39,7 +39,7 @@ class Answer:
         finish_reason: None where the request was refused.
         refused: why it was, in words.
         is_final: it would have been refused at any time.
-        ledger: from its arrival to its end.
+        ledger: the ledger from its arrival to its end.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def ttft_ns(self) -> int | None:
-        """From its arrival to its first token, if it had one."""
+        """Nanoseconds from its arrival to its first token, if it had one."""
         return self.token_ns[0] - self.arrived_ns if self.token_ns else None
 
 
@@ -71,7 +71,7 @@ class Present:
     """A request that has not ended.
 
     Args:
-        choices: that the engine has.
+        choices: choices that the engine has.
         left: how many choices have not ended.
         reservation: its number, where there are quotas.
     """
@@ -99,7 +99,7 @@ class Present:
         self.forget(died.at_ns)
 
     def forget(self, now: int) -> None:
-        """What had its choices is gone."""
+        """Forget the choices, because the engine that had them is gone."""
         for choice in self.choices:  # the request itself has no prompt any more
             self.arrival.request.prompt_token_ids = choice.sequence.tokens[: choice.sequence.prompt_len]
         self.choices.clear()

@@ -17,7 +17,7 @@ Changes = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Flags of the server that are otherwise.
+    """A server with some flags changed.
 
     Args:
         text: as it was given.
@@ -45,7 +45,7 @@ def changed(
 
 
 def parse_what_ifs(texts: list[str]) -> list[WhatIf]:
-    """Of texts like max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Raises ValueError, one line."""
+    """Parse texts like max-num-seqs=64 or hardware=H200,tensor-parallel-size=2. Raises ValueError with one line."""
     return [WhatIf(text, *_changes(text)) for text in texts]
 
 
@@ -60,11 +60,11 @@ def _changes(text: str) -> Changes:
 
 
 def change(name: str, text: str | None) -> tuple[int, str, Any]:
-    """What a flag of the server (0) or of its scheduler (1) is to be: which of them, the field, and its value.
+    """Parse a changed flag into its owner (0: the server, 1: its scheduler), its field, and the field's value.
 
     Args:
-        name: as max-num-seqs.
-        text: None where none was given.
+        name: the flag without dashes, such as max-num-seqs.
+        text: its value; None if none was given.
 
     Raises:
         ValueError: there is no such flag, or this is no value of it.
@@ -79,7 +79,7 @@ def change(name: str, text: str | None) -> tuple[int, str, Any]:
 
 
 def _flags() -> Iterator[tuple[int, str, str, Any, Flag]]:
-    """Of the server (0) and its scheduler (1): name on the command line, name of the field, type, flag."""
+    """Flags of the server (0) and its scheduler (1): name on the command line, name of the field, type, flag."""
     for of, options in enumerate((ServerOptions, SchedulingOptions)):
         for field, hint, flag in flags_of(options):
             if flag is not None:

@@ -1,4 +1,4 @@
-"""Those who send a workload to a simulated server, by the rules of the load generator, and what they see."""
+"""Clients that send a workload to a simulated server, by the rules of the load generator, and record what they see."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.simulator.answers import Answer
 from headway.simulator.prompts import ids_of
 from headway.simulator.traffic import Arrival, arrival
 
-BEGAN_NS = 1_000_000_000  # of a run; in records a time of 0 has not come
+BEGAN_NS = 1_000_000_000  # begin of a run; in records a time of 0 has not come
 CLASS_HEADER = "x-headway-service-class"
 _UNSERVED = {
     FinishReason.TIMEOUT: "it waited longer than --max-queue-time",
@@ -63,13 +63,14 @@ class Clients:
     """The clients of one run.
 
     Args:
-        classes: of the server.
+        classes: the classes of the server.
         max_concurrency: most requests under way in an open loop; users of a closed one.
         duration_s: what is due later is not sent.
 
     Attributes:
-        records: of all requests that were due.
-        waited_for_place, longest_wait_ns: of those that were due while max_concurrency were under way.
+        records: the records of all requests that were due.
+        waited_for_place, longest_wait_ns: how many requests were due while max_concurrency were under way, and the
+            longest wait of one.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Clients:
         self._waiting: deque[_Due] = deque()
 
     def arrivals(self) -> Iterator[Arrival]:
-        """What is sent whatever the server does."""
+        """Requests that are sent whatever the server does."""
         for loop in self._loops:
             for _ in range(min(loop.users, len(self._firsts))):
                 yield from self._next_conversation(loop, BEGAN_NS)
@@ -118,7 +119,7 @@ class Clients:
         return True
 
     def after(self, answers: list[Answer]) -> list[Arrival]:
-        """What is sent because a request has ended."""
+        """Requests that are sent because a request has ended."""
         due = self._due.pop(answers[0].request_id)
         self._under_way -= 1
         _fill(due.record, answers, due.arrival.cancel_ns)
@@ -160,7 +161,7 @@ class Clients:
         loop: Loop | None = None,
         after: list[_Turn] | None = None,
     ) -> list[Arrival]:
-        """The request, if the run lasts so long."""
+        """Make the arrival of a request at a time, if the run lasts so long."""
         if self._is_too_late(at_ns):
             return []
         record = RequestRecord.of(planned, at_ns)
@@ -184,7 +185,7 @@ class Clients:
         return [coming]
 
     def _class_of(self, planned: PlannedRequest) -> str:
-        """Its service class, as the server has it: of the body, or of a header."""
+        """The service class of a request, which is in its body or in a header."""
         body = planned.extra_body
         tier, named = body.get("service_tier", "auto"), body.get("service_class") or planned.headers.get(CLASS_HEADER)
         return str(named or self._classes.of_tier(tier).name)
@@ -204,7 +205,7 @@ class Clients:
         return [coming]
 
     def _give_up(self, turns: list[PlannedRequest], before: RequestRecord) -> None:
-        """These turns of a conversation, and all after them."""
+        """Give up these turns of a conversation, and all after them."""
         kind = FailureKind.CANCELLED if before.cancelled else FailureKind.ABANDONED
         for turn in turns:
             record = RequestRecord.of(turn, before.end_ns)
@@ -215,7 +216,7 @@ class Clients:
 
 
 def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -> None:
-    """What a client sees of a request that has ended; nothing after it has gone away."""
+    """Record what a client sees of a request that has ended; nothing that comes after the client has gone."""
     last = max(answers, key=lambda answer: answer.ended_ns)
     first = answers[0]
     tokens = first.token_ns if len(answers) == 1 else array("q", sorted(chain(*(each.token_ns for each in answers))))

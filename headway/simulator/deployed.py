@@ -1,4 +1,4 @@
-"""From the names of a model and of hardware to a server that can be simulated."""
+"""Makes a server that can be simulated from the names of a model and of hardware."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Deployed:
     deployment: Deployment | None = None
 
     def server(self, next_engine: NextEngine | None = None) -> Server:
-        """It, without clients; arguments as of `simulate`."""
+        """Make the simulated server, without clients. The arguments are those of `simulate`."""
         return Server(self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, quotas=self.quotas)
 
 
@@ -167,7 +167,7 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
 
 
 def _block_bytes(options: ServerOptions, found: Resolved, block_size: int) -> int:
-    """Of a device's part of a block, for all layers or those that a KV cache group has room for."""
+    """Bytes of a device's part of a block, for all layers or those that a KV cache group has room for."""
     deployment, windows, shape = found.deployment, _windows(options, found), found.deployment.device
     if windows:
         kept = layers_per_group(windows) * shape.kv_elements_per_place
@@ -176,7 +176,7 @@ def _block_bytes(options: ServerOptions, found: Resolved, block_size: int) -> in
 
 
 def _windows(options: ServerOptions, found: Resolved) -> tuple[int | None, ...]:
-    """Those that sequences outgrow; empty without any, or where the engine keeps everything."""
+    """Windows that sequences outgrow; empty if there are none, or if the engine keeps all tokens."""
     if not found.settings.rolling:
         return ()
     return seen_windows(found.deployment.device.cache_windows, _longest(options, found))
@@ -241,6 +241,6 @@ def with_defaults(
 
 
 def scheduler_of(profile: EngineProfile, hardware: Hardware, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
-    """As Scheduler(), by the rules of a profile."""
+    """Make a scheduler that follows the rules of a profile."""
     lookahead = config.lookahead if profile.lookahead is None else profile.lookahead
     return Scheduler(replace(config, lookahead=lookahead, sharing=profile.limits(hardware).sharing), blocks)

@@ -24,13 +24,13 @@ IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a server does beside its steps, in nanoseconds.
+    """The nanoseconds that a server takes beside its steps.
 
     Args:
-        request_ns: of a request until the engine has it, tokenizing apart.
-        token_ns: of a prompt's token to be tokenized. Prompts are tokenized one after the other.
-        message_ns: of a message that the engine takes up between two steps.
-        output_ns: of each sequence that runs when a request comes: what a step draws is sent one token after the other,
+        request_ns: for a request until the engine has it, without tokenizing.
+        token_ns: for tokenizing a token of a prompt. Prompts are tokenized one after the other.
+        message_ns: for a message that the engine takes up between two steps.
+        output_ns: for each sequence that runs when a request comes: the tokens of a step are sent one after the other,
             and requests are taken up in between.
     """
 
@@ -48,7 +48,7 @@ class Engine(ABC):
 
     Attributes:
         now: the time.
-        steps: that were run.
+        steps: the log of the steps that were run.
         is_idle: it goes on as soon as something comes.
     """
 
@@ -66,23 +66,23 @@ class Engine(ABC):
         self._next_engine = next_engine
         self._back_ns = 0  # when it was there after one had died
         self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()
-        self._choices: dict[int, Choice] = {}  # that have not ended, by seq_id
+        self._choices: dict[int, Choice] = {}  # choices that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
     @abstractmethod
     def _next_ns(self) -> int:
-        """When something comes next, as far as it is known; NEVER where nothing is."""
+        """The time when something comes next, as far as it is known; NEVER if nothing is known to come."""
 
     @abstractmethod
     def _ended(self, present: Present, choices: int, now: int) -> None:
-        """So many choices of a request have ended."""
+        """Count choices of a request that have ended."""
 
     @abstractmethod
     def _give_up(self, present: Present, now: int) -> None:
-        """No engine has a request any more."""
+        """Note that no engine has the request any more."""
 
     def life(self) -> Generator[int, int, None]:
-        """What the engine does, for ever. Raises Stuck.
+        """Run the engine for ever. Raises Stuck.
 
         Yields:
             The time up to which all that comes must have come before it goes on: NEVER when it has nothing to do. It is
@@ -142,7 +142,7 @@ class Engine(ABC):
     # --- steps --------------------------------------------------------------------------------------
 
     def _step(self) -> Generator[int, int, None]:
-        """A step with a plan."""
+        """Run a step with a plan."""
         planned = self.now
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
@@ -155,7 +155,7 @@ class Engine(ABC):
             if self._next_engine is None:
                 raise
             yield died.at_ns
-            return self._go_on(died, self._next_engine())
+            return self._continue_in(died, self._next_engine())
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         changed = self.scheduler.complete(plan, self._drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
@@ -166,11 +166,11 @@ class Engine(ABC):
             token_ns = choice.answer.token_ns
             token_ns.append(now)
             if len(token_ns) == choice.until_next:
-                self._heed(choice, now)
+                self._note_first_token(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
 
-    def _heed(self, choice: Choice, now: int) -> None:
+    def _note_first_token(self, choice: Choice, now: int) -> None:
         """A choice has had its first token, or its last one is due."""
         if choice.until_next == 1:
             choice.of.place.had_output(0, now)
@@ -193,7 +193,7 @@ class Engine(ABC):
         return choice.of.arrival.answer, left if left > 0 else 0, EOS
 
     def _decode(self) -> Generator[int, int, bool]:
-        """Steps that need no plan.
+        """Take steps that need no plan.
 
         Returns:
             False when the next step needs one; True when something has come, or nothing is left to do.
@@ -229,7 +229,7 @@ class Engine(ABC):
                     self._drawn[choice.sequence.seq_id] = [EOS]
 
     def _wait(self, until: int) -> Generator[int, int, None]:
-        """Nothing could run: until then, or until something comes for the engine.
+        """Wait because nothing could run, until that time or until something comes for the engine.
 
         Args:
             until: 0 where the scheduler does not say.
@@ -243,7 +243,7 @@ class Engine(ABC):
             yield from self._idle(until)
 
     def _end(self, choice: Choice) -> None:
-        """The scheduler has ended it."""
+        """Take a choice that the scheduler has ended out of the engine."""
         sequence, answer = choice.sequence, choice.answer
         del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
         answer.finish_reason = sequence.finish_reason
@@ -255,7 +255,7 @@ class Engine(ABC):
 
     # --- engines that die ---------------------------------------------------------------------------
 
-    def _go_on(self, died: EngineDied, scheduler: Scheduler) -> None:
+    def _continue_in(self, died: EngineDied, scheduler: Scheduler) -> None:
         """Requests of an engine that has died go on in the next one after their tokens, as `engine.requests` has it.
 
         What it had not taken up is lost with it: requests are handed over again, and those given up have ended.

@@ -51,11 +51,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What it takes to send keys and values from a server to another, one request after the other.
+    """The cost of sending keys and values from a server to another, one request after the other.
 
     Args:
-        token_bytes: of a token's, by each device; devices send beside each other.
-        bytes_per_s: of a device.
+        token_bytes: bytes that each device sends for a token; devices send at the same time.
+        bytes_per_s: the rate of a device.
     """
 
     token_bytes: float = 0.0
@@ -63,7 +63,7 @@ class Handover:
     latency_s: float = 0.0
 
     def ns(self, tokens: int) -> int:
-        """Of so many tokens."""
+        """Nanoseconds until so many tokens are sent."""
         return round(1e9 * (self.latency_s + tokens * self.token_bytes / self.bytes_per_s))
 
 
@@ -76,8 +76,8 @@ class Replica:
 
     Args:
         role: prefill computes prompts, and decode the rest, of the same requests; empty does both.
-        weight: by which routers divide its load.
-        handover: of what it has computed of prompts.
+        weight: the weight by which routers divide its load.
+        handover: the handover of what it has computed of prompts.
         started_ns: it costs from then on.
         ready_ns: it takes requests from then on.
         left_ns: it takes no more requests, but ends those that it has; NEVER while it stays.
@@ -98,7 +98,7 @@ class Replica:
     sends_until_ns: int = 0
 
     def lasted_ns(self, began_ns: int, ended_ns: int) -> int:
-        """Of a run, how long it was there: a server that has left until its last request had ended."""
+        """How long this server was there in a run. One that has left was there until its last request had ended."""
         until = ended_ns
         if self.left_ns < NEVER:
             until = max(self.left_ns, self.server.now if self.routed else 0)
@@ -113,8 +113,8 @@ class Fleet:
     if nothing of its answer was sent.
 
     Args:
-        servers: that nothing has come to, without clients of their own.
-        router: that has chosen nobody yet; each role has one like it.
+        servers: servers that nothing has come to, without clients of their own.
+        router: a router that has chosen nobody yet; each role has one like it.
         after, sends: clients that wait for answers, as of `simulate`.
         scaling: None leaves the servers as they are.
         keeps_answers: False where `after` alone is told of them, as those of very many requests fill the memory.
@@ -165,7 +165,7 @@ class Fleet:
         self._live(len(self.replicas) - 1)
 
     def _live(self, at: int) -> None:
-        """A server begins its life."""
+        """Let a server begin to run."""
         self._until[at] = next(self._lives[at])
         heapq.heappush(self._waits, (self._until[at], at))
 
@@ -175,11 +175,11 @@ class Fleet:
 
     @property
     def now(self) -> int:
-        """When the last step of all ended."""
+        """The time when the last step of all servers ended."""
         return max([replica.server.now for replica in self.replicas if replica.routed], default=0)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Until nothing is left to do.
+        """Run until nothing is left to do.
 
         Args:
             arrivals: in order of time; each is asked for when the one before comes.
@@ -245,7 +245,7 @@ class Fleet:
         first = replace(arrival, request=with_fields(request, params=params, resumed=None), output_len=1)
         prompt_len = len(request.prompt_token_ids)
         since = answers[0].ledger if answers else Ledger(now)
-        seen = Answer(request.request_id, 0, prompt_len, since.began_ns, ledger=_same(since))
+        seen = Answer(request.request_id, 0, prompt_len, since.began_ns, ledger=_copy_of(since))
         self._route(first, [seen], PREFILL, now)
 
     def _route(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
@@ -266,10 +266,10 @@ class Fleet:
         if not is_known:
             self._keep(found)
         if replica.server.is_idle and now < self._until[chosen]:
-            self._go_on(chosen, now)
+            self._advance(chosen, now)
 
     def _refuse(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
-        """There is no server that could take it."""
+        """Refuse a request, because there is no server that could take it."""
         request = arrival.request
         if not answers:
             prompt_len = len(request.prompt_token_ids)
@@ -304,7 +304,7 @@ class Fleet:
             self._keep(answers)
         first.ledger.mark(Phase.KV_TRANSFER, now)
         for answer in answers:
-            answer.ledger = _same(first.ledger)
+            answer.ledger = _copy_of(first.ledger)
         self._route(arrival, answers, DECODE, now)
 
     def _keep(self, answers: list[Answer]) -> None:
@@ -312,13 +312,13 @@ class Fleet:
             self.answers += answers
 
     def _tell(self, answers: list[Answer], role: str) -> None:
-        """Have a client know of the answers to its request."""
+        """Tell a client the answers to its request."""
         if role == PREFILL:  # it has ended before its answers were begun
             first = answers[0]
             _, known = self._halfway.pop(first.request_id)
             for answer in known:
                 answer.refused, answer.is_final = first.refused, first.is_final
-                answer.finish_reason, answer.ledger = first.finish_reason, _same(first.ledger)
+                answer.finish_reason, answer.ledger = first.finish_reason, _copy_of(first.ledger)
             answers = known or answers
             if not known:
                 self._keep(answers)
@@ -355,12 +355,12 @@ class Fleet:
             else:
                 self._begin(present.arrival, present.answers, now)
 
-    def _go_on(self, at: int, now: int) -> None:
+    def _advance(self, at: int, now: int) -> None:
         until = self._until[at] = self._lives[at].send(now)
         heapq.heappush(self._waits, (until, at))
 
 
-def _same(ledger: Ledger) -> Ledger:
+def _copy_of(ledger: Ledger) -> Ledger:
     same = Ledger(ledger.began_ns)
     same.mark_parts(ledger.phases_ns)
     return same

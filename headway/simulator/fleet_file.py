@@ -17,13 +17,13 @@ from headway.toml_file import parse, read_text
 
 _FILE_KEYS = ("replica", "failure", "random_failures")
 _KIND_KEYS = ("count", "role", "weight", "price_per_hour")
-_SHARED = ("model", "service-classes", "tenants")  # by all servers of a fleet
+_SHARED = ("model", "service-classes", "tenants")  # shared by all servers of a fleet
 MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFile:
-    """What the file says.
+    """The contents of a file of a fleet.
 
     Args:
         failures: in order of time: replica, when, and for how long it is down, in seconds.
@@ -42,7 +42,7 @@ class FleetFile:
         return sum(kind.count for kind in self.kinds)
 
     def failures_of(self, began_ns: int, startup_s: float, seed: int) -> Iterator[Failure]:
-        """Of a run, in order of time; without end where there are random ones."""
+        """The failures in a run, in order of time. They do not end if there are random ones."""
         said = iter(self.failures)
         drawn = [self._random(replica, seed) for replica in range(self.count)] if self.every_s is not None else []
         for at_s, replica, down_s in heapq.merge(((at, number, down) for number, at, down in said), *drawn):
@@ -106,7 +106,7 @@ def _kind(entry: dict[str, Any]) -> Kind:
     if role not in ("", *ROLES):
         raise InvalidEntry(f"role is {role!r}; choose one of {', '.join(ROLES)}, or leave it out", "role")
     return Kind(
-        _whole(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
+        _whole_number(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
         changes,
         role,
         _number(entry, "weight", 1e-6) if "weight" in entry else None,
@@ -116,7 +116,7 @@ def _kind(entry: dict[str, Any]) -> Kind:
 
 def _failure(count: int, entry: dict[str, Any]) -> tuple[int, float, float]:
     _check_keys(entry, ("replica", "at_s", "down_s"), "a failure")
-    return _whole(entry, "replica", 0, count - 1), _number(entry, "at_s", 0.0), _number(entry, "down_s", 0.0)
+    return _whole_number(entry, "replica", 0, count - 1), _number(entry, "at_s", 0.0), _number(entry, "down_s", 0.0)
 
 
 def _check_keys(entry: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
@@ -133,7 +133,7 @@ def _number(entry: Mapping[str, Any], key: str, least: float) -> float:
     return value
 
 
-def _whole(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
+def _whole_number(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         said = f"{key} is {value!r}" if key in entry else f"{key} is missing"

@@ -20,7 +20,7 @@ SPELL = 20  # steps that are held up alike, in the mean
 
 
 class TooFewSteps(ValueError):
-    """There is too little to learn from."""
+    """There are too few steps to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class RecordedStep:
     """A step that followed another, with work left to do between them.
 
     Args:
-        between_ns: from the end of the last one until it was launched.
-        forward_ns, sampling_ns: until its logits were there, and until its tokens were known.
+        between_ns: nanoseconds from the end of the last step until this one was launched.
+        forward_ns, sampling_ns: nanoseconds until its logits were there, and from then until its tokens were known.
     """
 
     work: StepWork
@@ -47,10 +47,10 @@ class Learnt:
     of geometric length (the stationary bootstrap of Politis and Romano, 1994).
 
     Args:
-        between, forward, sampling: of the forward pass for each of `StepWork.features`; of what lies between two steps
-            and of the sampling for a step, and for each of its sequences.
-        ratios: of those steps, [decoding only, with prompts]: what each part took by what is said of it, of shape
-            [steps, 3], in the order of time. Those of one step stay together, as who is held up once is held up in all.
+        between, sampling: nanoseconds between two steps, and of sampling: for a step, and for each of its sequences.
+        forward: nanoseconds of the forward pass for each of `StepWork.features`.
+        ratios: measured over fitted time of each part, shape [steps, 3], in the order of time; for [steps that only
+            decode, steps with prompts]. Those of one step stay together, because a delay often holds up all parts.
     """
 
     between: Floats
@@ -58,11 +58,11 @@ class Learnt:
     sampling: Floats
     ratios: tuple[Floats, Floats]
     rng: np.random.Generator
-    _last: list[int] = field(init=False, default_factory=lambda: [-1, -1])  # by kind, the row that was drawn last
+    _last: list[int] = field(init=False, default_factory=lambda: [-1, -1])  # the row that was drawn last, by kind
 
     @classmethod
     def of(cls, steps: list[RecordedStep], seed: int = 0) -> Learnt:
-        """Raises TooFewSteps."""
+        """Learn from recorded steps. Raises TooFewSteps."""
         if len(steps) < FEWEST_STEPS:
             raise TooFewSteps(f"{len(steps)} steps are too few to learn from; ask for more, at least {FEWEST_STEPS}")
         took = np.array([(step.between_ns, step.forward_ns, step.sampling_ns) for step in steps], dtype=float)
@@ -84,11 +84,11 @@ class Learnt:
 
     def _times(self, work: StepWork, count: int, now: int) -> StepTimes:
         between, forward, sampling = (
-            round(float(each)) for each in self._drawn(work.prefill_tokens > 0) * self.said(work, count)
+            round(float(each)) for each in self._drawn(work.prefill_tokens > 0) * self.mean_parts(work, count)
         )
         return StepTimes(now + between, now + between + forward, now + between + forward + sampling)
 
-    def said(self, work: StepWork, count: int) -> Floats:
+    def mean_parts(self, work: StepWork, count: int) -> Floats:
         """The parts of a step with that many sequences, without the spread."""
         sequences = (1.0, count)
         return np.array([self.between @ sequences, self.forward @ work.features(), self.sampling @ sequences])
@@ -102,18 +102,20 @@ class Learnt:
     def slower(self, steps: list[RecordedStep]) -> float:
         """How many times as long other steps took, in all, as what is learnt says of their work."""
         means = [rows.mean(axis=0) for rows in self.ratios]
-        said = sum(float(means[step.work.prefill_tokens > 0] @ self.said(step.work, step.sequences)) for step in steps)
+        said = sum(
+            float(means[step.work.prefill_tokens > 0] @ self.mean_parts(step.work, step.sequences)) for step in steps
+        )
         return sum(step.between_ns + step.forward_ns + step.sampling_ns for step in steps) / said
 
 
 def teach(step_time: StepTimeModel, steps: list[RecordedStep]) -> None:
-    """Let a scheduler's own model of steps know what it knew in the engine that recorded them."""
+    """Give a scheduler's own step-time model what it knew in the engine that recorded the steps."""
     for step in steps:
         step_time.observe(step.work, step.forward_ns)
 
 
 def steps_of(recording: Recording, began_ns: int, ended_ns: int) -> list[RecordedStep]:
-    """The steps of that time."""
+    """The steps that were recorded between two times."""
     return list(_steps(recording, began_ns, ended_ns))
 
 
@@ -125,7 +127,7 @@ def _steps(recording: Recording, began_ns: int, ended_ns: int) -> Iterator[Recor
         if isinstance(record, Arrival):
             prompts[record.seq_id] = record.prompt_len
             present.add(record.seq_id)
-        elif isinstance(record, End):  # those who end with a step stand before it
+        elif isinstance(record, End):  # sequences that end with a step stand before it
             present.discard(record.seq_id)
         elif isinstance(record, Step) and record.times is not None:
             launched, computed, sampled = record.times

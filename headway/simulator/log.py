@@ -1,4 +1,4 @@
-"""What the steps of a simulation did, a column for each figure."""
+"""A log of the steps of a simulation, with a column for each figure."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StepLog:
     Args:
         planned_ns, launched_ns, computed_ns, sampled_ns: when.
         tokens: computed.
-        sequences: that had a part in it.
+        sequences: sequences that had a part in it.
         running, waiting: sequences at its end.
-        blocks: that sequences hold at its end.
+        blocks: blocks that sequences hold at its end.
         preempted: sequences.
-        engines_lost: that died in a step, which is not in the log.
+        engines_lost: engines that died in a step, which is not in the log.
     """
 
     planned_ns: array[int] = field(default_factory=_times)

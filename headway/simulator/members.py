@@ -15,9 +15,9 @@ from headway.policy.scheduler import Scheduler
 from headway.simulator.changes import Changes, changed
 from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica
-from headway.simulator.timing import OfReceivedPrompts
+from headway.simulator.timing import ReceivedPrompts
 
-# What servers of several kinds are compared by: a part of a prompt, and a batch that decodes.
+# Servers of several kinds are compared by their time for a part of a prompt, and for a batch that decodes.
 _PROMPT, _BATCH = Chunk(2048), Chunk(1, 1024, 1, 64)
 
 Deploy = Callable[[ServerOptions, SchedulingOptions], Deployed]
@@ -31,7 +31,7 @@ class Kind:
         changes: flags of the server and of its scheduler that differ from those of the command line.
         role: see `Fleet`.
         weight: None is its speed.
-        price_per_hour: of one; None is that of the command line.
+        price_per_hour: the price of one; None is that of the command line.
     """
 
     count: int = 1
@@ -41,7 +41,7 @@ class Kind:
     price_per_hour: float | None = None
 
     def deploy(self, how: Deploy, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
-        """One of them. Raises ValueError as deploy()."""
+        """Deploy a server of this kind. Raises ValueError like deploy()."""
         made = how(*changed(server, scheduling, self.changes))
         if self.role != DECODE:
             return made
@@ -65,12 +65,12 @@ class Member:
     make: Callable[[], Deployed]
 
     def replica(self) -> Replica:
-        """It, as a part of the fleet."""
+        """Make this server as a part of the fleet."""
         made = self.deployed
-        timing = OfReceivedPrompts(made.timing) if self.kind.role == DECODE else made.timing
+        timing = ReceivedPrompts(made.timing) if self.kind.role == DECODE else made.timing
 
         def engine() -> Scheduler:
-            if isinstance(timing, OfReceivedPrompts):
+            if isinstance(timing, ReceivedPrompts):
                 timing.preempted.clear()
             return self.make().scheduler
 
@@ -103,7 +103,7 @@ def members(
 
 
 def _speed(deployed: Deployed, role: str) -> float:
-    """What a server does in a second, of prompts or of decodes."""
+    """Tokens a second of a server, of prompts or of decodes."""
     assert deployed.deployment is not None
     chunk = _PROMPT if role == PREFILL else _BATCH
     return chunk.tokens * chunk.sequences / deployed.deployment.step((chunk,)).seconds
@@ -119,7 +119,7 @@ def about_kinds(servers: Sequence[Member]) -> list[dict[str, Any]]:
 
 
 def named(servers: Sequence[Member]) -> str:
-    """As "llama-3.1-8b on 2 x H100-SXM and 4 x L40S"; servers that are alike without their number."""
+    """Name servers, such as "llama-3.1-8b on 2 x H100-SXM and 4 x L40S". If all are alike, their number is left out."""
     kinds = about_kinds(servers)
     several = len(kinds) > 1
     parts = [f"{each['count']} x {each['hardware']}" if several else each["hardware"] for each in kinds]
@@ -129,11 +129,11 @@ def named(servers: Sequence[Member]) -> str:
 def price_of_all(
     servers: Sequence[Member], hours: Sequence[float], duration_s: float, usual: float | None
 ) -> float | None:
-    """Of an hour of a run with these servers, and those that were started later; None where one has no price.
+    """The price of an hour of a run, with servers that were started later; None if a server has no price.
 
     Args:
-        hours: that each was there.
-        usual: of one whose kind says nothing.
+        hours: the hours that each server was there.
+        usual: the price of a server whose kind gives none.
     """
     prices = [usual if each.kind.price_per_hour is None else each.kind.price_per_hour for each in servers]
     prices += [usual] * (len(hours) - len(prices))

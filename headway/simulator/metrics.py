@@ -1,4 +1,4 @@
-"""What simulated servers did, as the metrics of live ones say it."""
+"""The metrics of simulated servers, in the form of those of live ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.simulator.clients import BEGAN_NS
 from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog
 
-MOST_POINTS = 2000  # of what is kept over time
+MOST_POINTS = 2000  # points of what is kept over time
 
 
 def metrics_of(fleet: Fleet) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def metrics_of(fleet: Fleet) -> dict[str, Any]:
 
 
 def _tenants_of(fleet: Fleet) -> dict[str, Any]:
-    """What quotas and turns say, the sums of all servers; nothing without tenants."""
+    """Figures of quotas and of turns between tenants, summed over all servers; nothing without tenants."""
     found: dict[str, Any] = {}
     fair = [each.scheduler.fair for each in fleet.servers if each.scheduler.fair is not None]
     if fair:
@@ -63,7 +63,7 @@ def _tenants_of(fleet: Fleet) -> dict[str, Any]:
 
 
 def gauges_of_all(fleet: Fleet) -> list[tuple[float, dict[str, float]]]:
-    """As gauges_of(): sequences of all servers, and means of shares."""
+    """The gauges of gauges_of() for all servers: sums of sequences, and means of shares."""
     each = [gauges_of(one.steps, fleet.now, one.scheduler.blocks.num_blocks) for one in fleet.servers]
     means = {"kv_cache_usage", "utilisation"}
     return [

@@ -31,7 +31,7 @@ MaxConcurrency = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """All of a `headway simulate`."""
+    """All options of `headway simulate`."""
 
     server: ServerOptions
     scheduling: SchedulingOptions
@@ -139,7 +139,7 @@ class SimulateOptions:
 
 @dataclass(slots=True)
 class VerifyOptions:
-    """All of a `headway simulate verify`."""
+    """All options of `headway simulate verify`."""
 
     model_options: ModelOptions
     scheduling: SchedulingOptions

@@ -12,7 +12,7 @@ from headway.simulator.options import CHARACTERS
 from headway.text.tokenizer import Tokenizer
 
 _MEMBERS = 20_000
-_FIRST = 0x4E00  # of so many characters of two bytes
+_FIRST = 0x4E00  # the first of so many characters of two bytes
 _FIRST_ID = 0x10000  # where a tokenizer's ids begin
 
 
@@ -20,7 +20,7 @@ class SketchSource:
     """A source of prompts that have as many characters as the real ones have tokens.
 
     Args:
-        tokenizer: for the texts of a dataset; without it a token stands for CHARACTERS characters of them.
+        tokenizer: a tokenizer for the texts of a dataset; without it a token stands for CHARACTERS characters of them.
     """
 
     size = _MEMBERS

@@ -39,7 +39,7 @@ class _Replay:
         self._records = recording.records
         self._ends = {record.seq_id: record for record in recording.records if isinstance(record, End)}
         self._sequences: dict[int, Sequence] = {}
-        self._tokens: dict[int, list[int]] = {}  # of each sequence, to its end and further
+        self._tokens: dict[int, list[int]] = {}  # tokens of each sequence, to its end and further
         engine = recording.engine
         self._size = engine.block_size
         config = engine.scheduler_config()
@@ -92,7 +92,7 @@ class _Replay:
         self._scheduler.add(sequence, arrival.now)
 
     def _tokens_of(self, arrival: Arrival) -> list[int]:
-        """Those of numbered blocks have the block's number, others the sequence's, below that of a stop."""
+        """Make up tokens: those of numbered blocks are the block's number, others differ for each sequence."""
         end = self._ends.get(arrival.seq_id)
         numbers = arrival.blocks + (end.blocks if end is not None else [])
         tokens = [number for number in numbers for _ in range(self._size)]

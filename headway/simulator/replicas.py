@@ -19,13 +19,13 @@ Probe = Callable[[int, int], ProbeOutcome]
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What a search has found.
+    """The result of a search.
 
     Args:
-        fewest: None where none was shown to be enough.
-        trials: by how many replicas.
+        fewest: the fewest replicas that are enough; None if no number was shown to be.
+        trials: the trials of each number of replicas.
         target: share of requests that must meet their objectives.
-        reason: for there being none.
+        reason: why there is no such number.
     """
 
     fewest: int | None
@@ -83,7 +83,7 @@ def replicas_table(found: Replicas, price_per_hour: float | None, at_once: bool 
     """A row for each number of replicas that was tried.
 
     Args:
-        price_per_hour: of one replica; None leaves out what they cost.
+        price_per_hour: the price of one replica; None leaves out what they cost.
         at_once: all requests came at the start.
     """
     rows = []

@@ -117,7 +117,7 @@ class Simulation(Runner):
         return members(kinds, how, asked.server, asked.scheduling, one_of_each)
 
     async def run(self, load: Load, label: str = "") -> Run:
-        """As Runner.run(). Nothing in it waits."""
+        """Do what Runner.run() promises. Nothing in this waits."""
         return self.run_on(deploy, load, label)
 
     def run_on(self, how: Deploy, load: Load, label: str = "", replicas: int | None = None) -> Run:

@@ -27,15 +27,15 @@ from headway.simulator.traffic import Arrival
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 NO_LIMITS, NO_TIME = QueueLimits(), Host()
 
-# Is told of the answers to each request when it has ended; returns what is sent next, then or later.
+# A function that takes the answers to a request that has ended, and returns what is sent next, at once or later.
 After = Callable[[list[Answer]], Iterable[Arrival]]
-# Is asked of each request when its time has come; a client that says no sends it later, by what `After` returns.
+# A function that says whether a request is sent, as its time has come. If not, the client sends it through `After`.
 Sends = Callable[[Arrival, int], bool]
 
 
 @dataclass(slots=True)
 class Simulated:
-    """What became of all that came.
+    """The result of a simulation.
 
     Args:
         answers: in order of arrival.
@@ -64,7 +64,7 @@ def simulate(
         scheduler: as a live server has it, with nothing in it; `SchedulingOptions.scheduler` makes one.
         arrivals: in order of time; each is asked for when the one before comes, and its prompt is kept no longer than
             the scheduler needs it.
-        limits: of the queue.
+        limits: the limits of the queue.
         after, sends: clients that wait for answers.
         next_engine: makes the scheduler of the engine that follows one that has died.
         quotas: what tenants may use.
@@ -84,7 +84,7 @@ class Server(Engine):
     """An engine, and the API process before it, which goes on beside the steps.
 
     Attributes:
-        answers: to all that came, in order of arrival; none where it `keeps_answers` not.
+        answers: answers to all that came, in order of arrival; none where it `keeps_answers` not.
         queues: what counts requests, and refuses those that are too many.
         quotas: what tenants may use; None where there are none.
     """
@@ -111,10 +111,10 @@ class Server(Engine):
         self._coming: list[tuple[int, int, Callable[[int], None]]] = []  # to the API process: when, and what
         self._numbers = itertools.count()
         self._tokenizer_free_ns = 0
-        self._present: dict[int, Present] = {}  # that have not ended
+        self._present: dict[int, Present] = {}  # requests that have not ended
 
     def run(self) -> None:
-        """Until nothing is left to do. Raises Stuck."""
+        """Run until nothing is left to do. Raises Stuck."""
         life = self.life()
         until = next(life)
         while until < NEVER:
@@ -122,7 +122,7 @@ class Server(Engine):
             until = life.send(until)
 
     def expect(self, arrivals: Iterator[Arrival]) -> None:
-        """Requests come, in order of time."""
+        """Expect these requests, which are in order of time."""
         coming = next(arrivals, None)
         if coming is not None:
             self._at(coming.at_ns, partial(self._arrive, coming, arrivals))
@@ -134,7 +134,7 @@ class Server(Engine):
         return self._coming[0][0] if self._coming else NEVER
 
     def receive(self, until: int) -> None:
-        """What comes to the API process until then."""
+        """Handle all that comes to the API process up to `until`."""
         while self._coming and self._coming[0][0] <= until:
             when, _, event = heapq.heappop(self._coming)
             event(when)
@@ -148,7 +148,7 @@ class Server(Engine):
         """A request has come. Returns the answers to it as they will be.
 
         Args:
-            answers: of a request that has been on another server before, with what is known of it.
+            answers: answers of a request that has been on another server before, with what is known of it.
 
         Raises:
             ValueError: it names a class that there is not.
@@ -229,7 +229,7 @@ class Server(Engine):
             self._give_up(present, now)
 
     def _ended(self, present: Present, choices: int, now: int) -> None:
-        """So many of its choices have ended."""
+        """Count choices of a request that have ended."""
         present.place.ended(now, choices)
         present.left -= choices
         if present.left:
@@ -272,7 +272,7 @@ class Server(Engine):
         return unbegun
 
     def _give_up(self, present: Present, now: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        """No engine has it any more."""
+        """End a request that no engine has any more."""
         open_ = [answer for answer in present.answers if answer.finish_reason is None]
         for answer in open_:
             answer.finish_reason = reason

@@ -25,15 +25,15 @@ class Timing(Protocol):
     """Says when the parts of a step are done."""
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        """Of a step that was planned at `now`."""
+        """The times of a step that was planned at `now`."""
 
 
 @runtime_checkable
 class DecodeTiming(Timing, Protocol):
-    """One that needs no plan of a step in which everybody decodes."""
+    """A timing that needs no plan of a step in which all sequences decode."""
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
-        """Of a step of decodes alone, as times() has them.
+        """The times of a step in which all sequences decode, as times() gives them.
 
         Args:
             contexts: the tokens that each sequence has computed; a call costs time for each.
@@ -116,19 +116,19 @@ class Predicted:
 
 
 def _decodes_of(count: int, context: int) -> Chunk:
-    """So many sequences with so many tokens in all."""
+    """The decodes of so many sequences with so many tokens in all, as one chunk."""
     return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
 
 
 @dataclass(slots=True)
-class _Otherwise(ABC):
+class _PartialTiming(ABC):
     """Steps take as long as `timing` says of steps with other prompts in them."""
 
     timing: DecodeTiming
 
     @abstractmethod
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
-        """What takes time."""
+        """The parts of the plan that take time."""
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         parts = self._parts(plan)
@@ -138,26 +138,26 @@ class _Otherwise(ABC):
         return self.timing.decode_times(work, contexts, now)
 
 
-class DecodesFirst(_Otherwise):
-    """Nobody waits for another's prompt: a step takes as long as its decodes alone, or as its longest prompt chunk."""
+class DecodesFirst(_PartialTiming):
+    """No sequence waits for another's prompt: a step takes as long as its decodes, or as its longest prompt chunk."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         decodes = [item for item in plan.scheduled if item.decoding]
         return decodes or [max(plan.scheduled, key=lambda item: item.num_tokens)]
 
 
-class OfCachedPrompts(_Otherwise):
-    """Of each chunk of a prompt only the last token takes time, as if the others were in the prefix cache."""
+class CachedPrompts(_PartialTiming):
+    """Only the last token of each prompt chunk takes time, as if the others were in the prefix cache."""
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         return [item if item.decoding else _last_token(item) for item in plan.scheduled]
 
 
 @dataclass(slots=True)
-class OfReceivedPrompts(_Otherwise):
-    """As OfCachedPrompts, of prompts that another server has computed. Those that were preempted are computed here."""
+class ReceivedPrompts(_PartialTiming):
+    """Only the last token of each prompt takes time, as another server computed it, unless it was preempted here."""
 
-    preempted: set[int] = field(default_factory=set)  # by seq_id
+    preempted: set[int] = field(default_factory=set)  # seq_ids
 
     def _parts(self, plan: StepPlan) -> list[ScheduledSequence]:
         lost = self.preempted

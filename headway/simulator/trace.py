@@ -1,4 +1,4 @@
-"""What a simulated server did, as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing show.
+"""Writes what a simulated server did as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing show.
 
 A server is a process with its steps and the counters of each step's end. Each request has a span of its own: its time
 to the first token, and from there to the last.

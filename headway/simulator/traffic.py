@@ -1,4 +1,4 @@
-"""What comes to a simulated server: requests, with what only their clients and the model know of them."""
+"""The requests that come to a simulated server, with what only their clients and the model know of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def arrival(
     Args:
         prompt: token ids; or how many tokens, which no other prompt has.
         sampling: fields of SamplingParams.
-        fields: of policy's Request, as its priority.
+        fields: fields of policy's Request, as its priority.
     """
     ids = made_prompt(number, prompt) if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens, **(sampling or {}))
@@ -60,7 +60,7 @@ def made_prompt(number: int, tokens: int, shared: Sequence[tuple[int, int]] = ()
     """Ids of a prompt of so many tokens.
 
     Args:
-        number: of the prompt; what it does not share has ids of its own.
+        number: the number of the prompt; what it does not share has ids of its own.
         shared: hash id, and tokens, of the blocks that it begins with. What does not fit is cut off.
     """
     ids: list[int] = []

@@ -46,10 +46,10 @@ from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.run import answer
 
 EQUIVALENT = 0.10
-CONFIDENCE = 0.90  # of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
+CONFIDENCE = 0.90  # confidence of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 STATISTICS = {"median": "P50", "p90": "P90", "p99": "P99"}
-DRIFT = 0.10  # of the machine's speed: a prediction can be no better than this
+DRIFT = 0.10  # largest drift of the machine's speed: a prediction can be no better than this
 _LEARN_SEED = 1_000_003  # added to the seed for each run that is learnt from
 _WARM_UPS = 3
 
@@ -59,13 +59,15 @@ class Verification:
     """What was measured beside what was predicted.
 
     Args:
-        differences: of each statistic that both samples are large enough for; a is measured, b is predicted.
-        distances: by metric, Kolmogorov and Smirnov's: the most that the shares of latencies below any value differ.
+        differences: the difference in each statistic for which both samples are large enough; a is measured, b
+            predicted.
+        distances: Kolmogorov and Smirnov's distance of each metric: the most by which the shares of latencies below a
+            value differ.
         throughput: output tokens a second, measured and predicted.
-        slower: of each measured run, how many times as long its steps took as the runs around it say of the same work.
-            This is the machine, not the simulator.
-        by_own_steps: by metric and statistic, predicted by measured where the steps of the measured runs themselves
-            say how long steps take: what the simulator has wrong on a machine that does not change.
+        slower: the time of each measured run's steps over their time by the runs around it, for the same work. It
+            differs from 1 because of the machine, not of the simulator.
+        by_own_steps: predicted over measured for each metric and statistic, if steps take as long as those of the
+            measured runs themselves: the simulator's error on a machine that does not change.
     """
 
     differences: tuple[Difference, ...]
@@ -76,7 +78,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Every median is equivalent."""
+        """Whether every median is equivalent."""
         medians = [each for each in self.differences if each.statistic == "median"]
         return bool(medians) and all(verdict_of(each) == "equivalent" for each in medians)
 
@@ -193,7 +195,7 @@ async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
 
 
 def _flags(options: VerifyOptions) -> list[str]:
-    """Of `headway serve`, where they are not its defaults."""
+    """The flags of `headway serve` that are not its defaults."""
     found = []
     for values in (options.model_options, options.scheduling):
         for each, _, flag in flags_of(type(values)):
@@ -232,7 +234,7 @@ def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host
 
 
 def verify(rounds: Sequence[Round]) -> Verification:
-    """Over the requests of all rounds. Raises BenchError where one of the runs has no answers."""
+    """Compare the requests of all rounds. Raises BenchError if one of the runs has no answers."""
     measured, predicted = (_pooled([getattr(each, name) for each in rounds]) for name in ("measured", "predicted"))
     found = _shown(compare(measured, predicted, confidence=CONFIDENCE))
     latencies = [Latencies.of(result.records).metrics("schedule") for result in (measured, predicted)]
@@ -252,7 +254,7 @@ def _shown(found: Comparison) -> tuple[Difference, ...]:
 
 
 def _pooled(runs: Sequence[RunResult]) -> RunResult:
-    """One run of the requests of several."""
+    """Pool the requests of several runs into one run."""
     records = [record for run in runs for record in run.records]
     return dataclasses.replace(
         runs[0], records=[dataclasses.replace(each, index=at) for at, each in enumerate(records)]

@@ -1,4 +1,4 @@
-"""What would be otherwise: the same workload on a server with other flags, or on one that cannot be had.
+"""Runs the same workload on a server with other flags, or on one that cannot be had.
 
 `WhatIf` changes flags. A counterfactual takes one cause of slowness away, by a server that cannot be had: what the
 slowest requests would have been without it says how much of their time is its doing.
@@ -18,9 +18,9 @@ from headway.report.parts import Cell, Table
 from headway.report.style import number
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
 from headway.simulator.members import Deploy
-from headway.simulator.timing import DecodesFirst, OfCachedPrompts
+from headway.simulator.timing import CachedPrompts, DecodesFirst
 
-SLOWEST = 0.01  # of the requests are explained, by each metric its own
+SLOWEST = 0.01  # share of the requests that are explained, those of each metric by themselves
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}
 
 
@@ -41,7 +41,7 @@ def _decodes_first(server: ServerOptions, scheduling: SchedulingOptions) -> Depl
 
 def _cached(server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
     plain = deploy(server, scheduling)
-    return replace(plain, timing=OfCachedPrompts(plain.timing))
+    return replace(plain, timing=CachedPrompts(plain.timing))
 
 
 # Servers that lack one cause of slowness each, by their titles.
@@ -54,11 +54,11 @@ COUNTERFACTUALS: dict[str, Deploy] = {
 
 
 def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]]) -> Table:
-    """What the slowest requests of a run were, and what the same requests are on other servers.
+    """A table of the slowest requests of a run, and of the same requests on other servers.
 
     Args:
-        asked: of the run.
-        others: of each counterfactual, by its title.
+        asked: the records of the run.
+        others: the records of each counterfactual, by its title.
     """
     slowest = {metric: _slowest(values) for metric, values in _values(asked).items()}
     rows = [_row("as it was", slowest, slowest)]
@@ -78,7 +78,7 @@ def tail_table(asked: list[RequestRecord], others: dict[str, list[RequestRecord]
 
 
 def _values(records: list[RequestRecord]) -> dict[str, dict[int, float]]:
-    """Of each metric the milliseconds of each answered request, from when it was due, by its index."""
+    """The milliseconds of each answered request from when it was due, by metric and by the request's index."""
     found = Latencies.of(records)
     arrays = {"ttft_ms": found.ttft("schedule"), "tpot_ms": found.tpot_ms, "e2el_ms": found.e2el("schedule")}
     return {
@@ -92,13 +92,13 @@ def _values(records: list[RequestRecord]) -> dict[str, dict[int, float]]:
 
 
 def _slowest(values: dict[int, float]) -> dict[int, float]:
-    """SLOWEST of them, and at least one."""
+    """The values of the SLOWEST share of requests, and of at least one."""
     slowest_first = sorted(values.items(), key=lambda each: each[1], reverse=True)
     return dict(slowest_first[: max(1, round(len(values) * SLOWEST))])
 
 
 def _row(title: str, found: dict[str, dict[int, float]], slowest: dict[str, dict[int, float]]) -> tuple[Cell, ...]:
-    """Means, and how they compare with what the same requests took."""
+    """A row of means, and how they compare with what the same requests took."""
     row = [Cell(title)]
     for metric, values in found.items():
         if not values:

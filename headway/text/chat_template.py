@@ -1,4 +1,4 @@
-"""Chat messages to prompt text through a Jinja template: a checkpoint's own, or one of templates/."""
+"""Renders chat messages to a prompt by a Jinja template, that of the checkpoint or one of templates/."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class _Family:
 
 
 _SYSTEM_PROMPT = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
-# By llama.cpp's names. The first whose tokens are in a vocabulary is suggested; those without can only be named.
+# The built-in templates by llama.cpp's names. The first one whose tokens are in a vocabulary is suggested. One
+# without tokens is never suggested, but can be named.
 BUILT_IN = {
     "phi4": _Family(("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "<|im_end|>"),
     "chatml": _Family(("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
@@ -109,19 +110,19 @@ def _strftime_now(form: str) -> str:
 
 
 @pass_context
-def _as_it_is(context: Context, value: Any) -> Any:
+def _unchanged(context: Context, value: Any) -> Any:
     return value
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What Hugging Face templates expect. Nothing of a template is evaluated before it is rendered."""
+    """Has what Hugging Face templates expect. Nothing of a template is evaluated before it is rendered."""
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=_as_it_is,  # which needs a context, so that constants are not computed in advance
+            finalize=_unchanged,  # which needs a context, so that constants are not computed in advance
             extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
         )
         self.filters["tojson"] = _to_json

@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time: whole characters only, and stop strings found as they appear."""
+"""Turns token ids into text, a few at a time: only whole characters, and stop strings are found as they appear."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """For byte-level vocabularies: exact for every sequence of tokens, valid UTF-8 or not."""
+    """Decodes byte-level vocabularies, exactly for every sequence of tokens, valid UTF-8 or not."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -36,7 +36,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For other vocabularies: decodes a short window of tokens and keeps what the newest ones added."""
+    """Decodes other vocabularies: it decodes a short window of tokens and keeps what the newest ones added."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class _WindowDecoder:
 
     def _take(self, text: str) -> str:
         new = text[len(self._text_read) :]
-        # What was released last begins with a whole character, so it is context enough for what follows.
+        # The text that was released last begins with a whole character, so it is context enough for what follows.
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
@@ -77,7 +77,10 @@ class _WindowDecoder:
 
 @lru_cache(maxsize=64)
 def _fallback(stop: str) -> list[int]:
-    """Of each beginning of a string, the longest shorter one that it ends with. The choices of a request share it."""
+    """For each beginning of `stop`, the length of the longest shorter beginning that it ends with.
+
+    The choices of a request share it.
+    """
     fallback = [0] * (len(stop) + 1)
     length = 0
     for i in range(1, len(stop)):

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import tokenizers
 
-# What an entry takes beside its text and ids, in the unit of `most`.
+# An entry takes so much memory beside its text and ids, in the unit of `most`.
 ENTRY_CHARS = 100
 # A longer text is one part: to look for cuts in it would take milliseconds.
 MOST_CHARS = 2**20

@@ -22,7 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 # Each step of a template costs one at least, which is a microsecond or two.
 BUDGET = 8192
-# Of a string or list, for one: so much is made in a fraction of a microsecond.
+# Characters of a string, or items of a list, that cost one. They are made in a fraction of a microsecond.
 SIZE_OF_ONE = 512
 # Operators within a loop that cost one together; most are in branches that are not taken.
 NODES_OF_ONE = 16
@@ -57,7 +57,7 @@ _OF_DICTS = frozenset(("get", "items", "keys", "values"))
 
 
 class NotPlain(Exception):
-    """A template does what may take long."""
+    """The template does something that may take long."""
 
 
 class _Charging(NodeTransformer):
@@ -65,7 +65,7 @@ class _Charging(NodeTransformer):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self._environment = environment
-        self._inside = 0  # of loops and macros
+        self._inside = 0  # depth of loops and macros
         self._nested = 0
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
@@ -98,7 +98,7 @@ class _Charging(NodeTransformer):
         self._inside -= 1
         node.target = target
         iterated: Any = node.iter
-        node.iter = self._filtered(iterated, "_few", [nodes.Const(cost)])
+        node.iter = self._filtered(iterated, "_paid_items", [nodes.Const(cost)])
         return node
 
     def visit_Macro(self, node: nodes.Macro, *args: Any, **kwargs: Any) -> nodes.Node:
@@ -166,7 +166,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             "replace": self._replace,
             "tojson": self._to_json,
             "_concat": lambda *values: self._sized("".join([str(self._simple(value)) for value in values])),
-            "_few": self._few,
+            "_paid_items": self._paid_items,
         }
         self.globals = dict(whole.globals)
         self._functions = {self.globals["raise_exception"], self.globals["strftime_now"], Namespace, safe_range}
@@ -181,7 +181,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             raise NotPlain
 
     def _sized(self, value: Any) -> Any:
-        """A value that has been made, paid for."""
+        """Pay for a value that has been made, and return it."""
         kind = type(value)
         if kind is str or kind is list or kind is tuple:
             size = len(value)
@@ -195,7 +195,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _simple(self, value: Any) -> Any:
-        """A value that is to be written."""
+        """Pay for a value that is to be written, and return it. Raises NotPlain if it is not simple."""
         if not isinstance(value, _SIMPLE):
             raise NotPlain
         return self._sized(value)
@@ -240,8 +240,8 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
             raise NotPlain
         return self._sized(super().call_binop(context, operator, left, right))
 
-    def _few(self, values: Any, price: int) -> Any:
-        """What a loop goes through, all its turns paid for."""
+    def _paid_items(self, values: Any, price: int) -> Any:
+        """The values that a loop goes through, after all its turns are paid for."""
         if not hasattr(values, "__len__"):
             values = list(islice(values, self.left + 1))
         self.pay(1 + price * len(values))
@@ -275,7 +275,7 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
         return self._sized(self._dumps(value, *args, **kwargs))
 
     def _pay_for_all(self, value: Any, depth: int) -> None:
-        """Of what is written with its parts, each as often as it comes, and each line with its indentation."""
+        """Pay for a value that is written as JSON: for each part as often as it occurs, and for indentation."""
         self.pay(1 + depth // 8)
         if isinstance(value, str):
             self.pay(len(value) // SIZE_OF_ONE)

@@ -30,7 +30,7 @@ from headway.text.tokenizer import TextError, Tokenizer
 RENDER_S, ENCODE_S = 5.0, 60.0
 # More than this process has when it is ready.
 RENDER_BYTES, ENCODE_BYTES = 2**29, 2**31
-# Where the context does not bound it.
+# The limit of a text that no context bounds.
 MOST_CHARS = 2**24
 NICENESS = 10
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
@@ -57,7 +57,7 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class _Answer(msgspec.Struct):
-    """`ids` are 4 bytes each; of a text that has more than `most`, only their number."""
+    """`ids` has 4 bytes for each id. For a text of more than `most` tokens, it is their number."""
 
     text: str = ""
     ids: list[bytes | int] = []
@@ -80,20 +80,20 @@ class TextProcess:
     def render(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int = MOST_CHARS, **options: Any
     ) -> str:
-        """As ChatTemplate.render().
+        """Render like ChatTemplate.render(), in the other process.
 
         Args:
-            most: characters of the result.
+            most: the limit of the result, in characters.
 
         Raises:
-            TextError: as there, and for a longer result.
+            TextError: as ChatTemplate.render() raises it, and for a longer result.
             TooLong: it took too long, or too much memory.
         """
         asked = Render(template.source, template.special_tokens, [dict(each) for each in messages], options, most)
         return self._done(asked, RENDER_S, "the chat template", "these messages").text
 
     def encode(self, folder: Path, texts: list[str], add_special_tokens: bool, most: int) -> list[list[int] | int]:
-        """As Tokenizer.encode_all(); of a text with more than `most` tokens, only their number.
+        """Encode like Tokenizer.encode_all(), in the other process. For more than `most` tokens, return their number.
 
         Raises:
             TooLong: it took too long, or too much memory.

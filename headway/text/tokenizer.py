@@ -29,7 +29,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# What comes before a model and drops nothing of a text.
+# Pre-tokenizers that drop nothing of a text.
 _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts")
 BYTE_OF = _byte_level_alphabet()
 
@@ -107,7 +107,7 @@ class Tokenizer:
             backend, left_out = _fitted(backend, described, vocab_size, path)
             for name, token in special_tokens.items():
                 if token in left_out and name in ("bos_token", "eos_token"):
-                    raise TextError(_beyond(f"{path}: {name} {token!r}", left_out[token], vocab_size))
+                    raise TextError(_id_error(f"{path}: {name} {token!r}", left_out[token], vocab_size))
         added = backend.get_added_tokens_decoder()
         own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_token_ids = stated_eos_ids(folder) | (set() if own_eos is None else {own_eos})
@@ -149,7 +149,7 @@ class Tokenizer:
         return next(self.encode_all([text], add_special_tokens))
 
     def encode_here(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As encode(), in the calling thread: not behind what the library's threads have to do."""
+        """Encode in the calling thread, so that it does not wait for what the library's threads have to do."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._with_stated_bos(text, ids) if add_special_tokens else ids
 
@@ -240,7 +240,7 @@ def _longest_token(described: dict[str, Any]) -> int | None:
     for each in _parts(described.get("normalizer"), "normalizers"):
         replaced = (each.get("pattern") or {}).get("String")
         if each.get("type") == "NFC":
-            factor = 4  # of so many characters one can be composed
+            factor = 4  # one character can be composed of so many
         elif each.get("type") != "Prepend" and not (
             each.get("type") == "Replace" and replaced and len(each.get("content", "")) >= len(replaced)
         ):
@@ -261,7 +261,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """As config.json says; of the part that reads text, where the model has others."""
+    """The size of the vocabulary by config.json; that of the part that reads text, if the model has others."""
     stated = read_json(folder / "config.json", required=False)
     text = stated.get("text_config")
     for part in (text if isinstance(text, dict) else {}, stated):
@@ -298,11 +298,11 @@ def _fitted(
         backend.no_padding()
         for token, number in zip((around := backend.encode("a")).tokens, around.ids, strict=True):
             if number >= vocab_size:
-                raise TextError(_beyond(f"{path}: {token!r}, which goes around each text,", number, vocab_size))
+                raise TextError(_id_error(f"{path}: {token!r}, which goes around each text,", number, vocab_size))
     return backend, beyond
 
 
-def _beyond(what: str, number: int, vocab_size: int) -> str:
+def _id_error(what: str, number: int, vocab_size: int) -> str:
     return f"{what} has the id {number}, but the model has {vocab_size:,} tokens; take the tokenizer of this model"
 
 

@@ -37,7 +37,7 @@ class Ran:
         return sorted(self.folder.rglob(f"*{suffix}")) if self.folder.exists() else []
 
     def result(self) -> dict[str, Any]:
-        """Of the only run."""
+        """The result of the only run."""
         (path,) = self.files(".json")
         content: dict[str, Any] = json.loads(path.read_text())
         return content

@@ -81,7 +81,7 @@ def test_a_request_may_have_several_texts_or_token_ids(headway: CommandLine, ser
 def test_documents_are_ranked_and_scored_by_a_query(
     headway: CommandLine, server: LiveServer, folder: Path, backend: str
 ) -> None:
-    """By the cosine of embeddings here: of the query, and of each document."""
+    """The score here is the cosine of the embeddings of the query and of a document."""
     ran = bench(headway, server, folder, backend, "--random-batch-size", "4", "--report", folder / f"{backend}.html")
     result = run_of(ran)
     assert result["completed"] == 6 and result["total_input_tokens"] == 6 * (32 + 4 * 20)

@@ -27,7 +27,7 @@ DATE = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
 
 
 def a_run() -> RunResult:
-    """Of everything something: classes, ledgers, failures, chunks of several tokens, a request never sent."""
+    """A run with something of everything: classes, ledgers, failures, chunks of several tokens, an unsent request."""
     generator = np.random.default_rng(5)
     records = []
     for index in range(60):

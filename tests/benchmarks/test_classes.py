@@ -21,7 +21,7 @@ OBJECTIVES = {"interactive": {"ttft": 100.0, "tpot": 20.0}, "offline": {"e2el": 
 
 
 def a_run(seed: int = 1) -> RunResult:
-    """In 2 s: three chats, of which one is late and one is cancelled, and as many offline requests as `seed`."""
+    """A run of 2 s with three chats, of which one is late and one is cancelled, and `seed` offline requests."""
     records = [
         request(0, [50, 60, 70], due=0, class_name="interactive"),
         request(1, [150, 160], due=0, class_name="interactive"),
@@ -65,7 +65,7 @@ def test_goodput_is_of_the_time_in_which_requests_came() -> None:
     assert found["met interactive"] == pytest.approx(1 / 3) and found["met offline"] == 1
     assert (found["cancelled"], found["failed"], found["client_bound"]) == (1, 0, 0)
     assert found["itl"] == pytest.approx(10) and 149 <= found["ttft"] <= 150 and found["stranger"] == pytest.approx(30)
-    # Of the offline requests only the first token had come by then.
+    # Only the first token of each offline request had come by then.
     assert found["tokens"] == pytest.approx((4 * 10 + 5 + 2) / 2)
 
 

@@ -210,7 +210,7 @@ def test_the_table_of_efficiencies_is_as_the_fit_writes_it():
 
 
 def test_the_bar_of_arrivals_is_that_of_the_rows_under_such_a_load():
-    """Of the figures as they were last written down; no narrower than the widest other bar of TTFT."""
+    """The figures are those last written down. The bar is no narrower than the widest other bar of TTFT."""
     under_load = [
         Compared(row, "ttft_ms", row.ttft_ms, entry["predicted"])
         for entry in WRITTEN["figures"]
@@ -272,7 +272,7 @@ def test_the_results_have_every_published_figure_once():
 
 
 def test_the_results_are_what_the_model_says_today():
-    """Of every ninth row; the rest takes longer than a test should. Mended by `make bench-plan_accuracy`."""
+    """Every ninth row is checked: all would take longer than a test should. `make bench-plan_accuracy` repairs it."""
     then = {of_entry(each): each["predicted"] for each in WRITTEN["figures"]}
     for now in plan_accuracy.result(list(compare(ROWS[::9], catalogue.efficiency)))["figures"]:
         assert now["predicted"] == pytest.approx(then[of_entry(now)], rel=1e-3), now
@@ -331,7 +331,7 @@ def test_the_documentation_shows_these_results():
 
 
 def test_a_loop_is_inside_its_bar_or_not():
-    """Of one deployment, figures at the estimate and beyond either end; one client is no load."""
+    """One deployment has figures at the estimate and beyond either end; one client is no load."""
     loop = replace(ROW, load="concurrency", load_value=8, num_prompts=80)
     found = planned_ttft_ms(loop, catalogue.efficiency)
     low, high = catalogue.uncertainty(find_hardware(loop.hardware), "ttft_clients")
@@ -348,7 +348,7 @@ def test_the_bar_of_clients_is_that_of_closed_loops_that_only_judge():
 
 
 def test_the_program_prints_and_writes_what_it_compared(monkeypatch, tmp_path, capsys):
-    """With the rows of two sources, of which one was fitted to."""
+    """It compares the rows of two sources, one of which was fitted to."""
     some = [row for row in ROWS if row.source.key in ("gpt-fast", "llmservingsim-bench")]
     monkeypatch.setattr(plan_accuracy, "rows", lambda: some)
     output = tmp_path / "accuracy.json"

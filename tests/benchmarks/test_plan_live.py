@@ -65,7 +65,7 @@ def test_prompts_are_computed_whole(engine: LiveEngine, monkeypatch: pytest.Monk
 
 
 def test_the_cache_is_full_of_numbers(engine: LiveEngine) -> None:
-    """Of nothing but zeros attention would be another one."""
+    """Attention over nothing but zeros would take another time."""
     for cache in engine.runner.caches:
         for blocks in (cache.keys, cache.values):
             assert float((blocks == 0).to(torch.float32).mean()) < 0.01

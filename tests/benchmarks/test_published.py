@@ -74,7 +74,7 @@ def test_no_measurement_beats_physics():
 
 
 def test_no_longer_prompt_takes_less_time_than_its_further_tokens():
-    """Of one client of one server: where it does, a prefix was cached."""
+    """This compares rows of one client of one server. If a longer prompt took less time, a prefix was cached."""
     alone: dict[tuple[object, ...], list[Row]] = {}
     for row in ROWS:
         if row.ttft_ms is not None and row.load_value == 1 and row.load in ("batch", "concurrency"):

@@ -110,7 +110,7 @@ def test_a_plan_s_figures_are_those_of_the_entry(
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Child:
-    """In place of the process that measures, one that does as it is told in Python."""
+    """Replace the process that measures by one that runs a given Python program."""
 
     def become(program: str) -> None:
         monkeypatch.setattr(sys, "executable", str(script(tmp_path / "child", program)))
@@ -231,7 +231,7 @@ def test_the_tables_show_the_entry_s_figures(headway: CommandLine, child: Child)
 
 
 def lines_of_cells(text: str) -> Iterator[list[str]]:
-    """Of lines that have three."""
+    """The cells of each line that has three."""
     for line in text.splitlines():
         found = re.split(r"\s{2,}", line.strip())
         if len(found) == 3:

@@ -69,7 +69,7 @@ def test_efficiencies_at_their_bounds_are_found_too(true: Efficiency) -> None:
 
 
 def test_what_tiny_operations_cost_more_is_not_the_host_s() -> None:
-    """Of each layer and sequence: a model of the usual size has none of it."""
+    """This cost is one of each layer and sequence; a model of the usual size has none of it."""
     clean = timed_pieces()
     more = tuple(
         replace(each, median=each.median + 2e-7 * each.piece.layers * each.piece.sequences)

@@ -55,7 +55,7 @@ def test_another_place(tmp_path: Path, entries: Path) -> None:
 
 @pytest.mark.parametrize(("said", "base"), [("", ".config"), ("relative/path", ".config"), ("/etc/xdg", "/etc/xdg")])
 def test_where_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, base: str) -> None:
-    """By the XDG Base Directory Specification a relative path counts as none."""
+    """A relative path counts as none by the XDG Base Directory Specification."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", said)
     assert folder() == tmp_path / base / "headway" / "hardware"
@@ -64,7 +64,7 @@ def test_where_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said
 
 
 def test_a_user_without_a_home_has_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process in a container, under an id that is no user's."""
+    """A process in a container may run under an id that is no user's."""
     for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 54321)

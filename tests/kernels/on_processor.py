@@ -32,7 +32,7 @@ def check_passes() -> None:
 
 
 def check_products(dtype: torch.dtype, quantization: str) -> None:
-    """Of 1 to 9 tokens, with rows and inputs that are not whole panels and words."""
+    """Check products of 1 to 9 tokens, with rows and inputs that are not whole panels and words."""
     from headway.kernels.cpu import CpuKernels
     from tests.kernels.steps import random
     from tests.kernels.test_cpu_linear import ROUNDING, relative_error, rounded

@@ -35,7 +35,7 @@ def check_norms(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, 
 
 
 def check_norm_of_heads(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
-    """As for Qwen3's query and key norm: heads that are a slice of a wider projection."""
+    """Check the norm on heads that are a slice of a wider projection, like Qwen3's query and key norm."""
     fused = random(0, dtype, 5, 6 * 24)
     heads = fused[:, 24 : 5 * 24].view(5, 4, 24)
     weight = random(1, dtype, 24)
@@ -53,7 +53,7 @@ def check_take(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, w
 
 
 def check_gate(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
-    """With a weight that hands its input on, so that nothing but the gate rounds."""
+    """Check gates by a weight that hands its input on, so that nothing but the gate rounds."""
     gate_up = random(0, dtype, tokens, 2 * width) * 8
     gate_up[0, :4] = torch.tensor([-300.0, -88.0, 300.0, 0.0]).to(dtype)
     for gate in (SILU, GELU_TANH, CLAMPED):

@@ -61,7 +61,7 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """As many threads for torch, and for teams that are made meanwhile."""
+    """Give torch, and teams that are made inside, so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -50,7 +50,7 @@ with cpu_ahead.compiling(torch.float32, "none", torch.float32, lambda line: None
 
 
 class Silent:
-    """In place of a process."""
+    """Stands in for a helper process."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.command, self.ended = command, False

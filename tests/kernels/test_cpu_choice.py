@@ -148,7 +148,7 @@ def test_default_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow  # compiles the jobs of each
 @needs_two_ways
 def test_both_ways_of_bfloat16_are_right_and_give_a_token_the_same_in_a_batch(prescribed) -> None:  # type: ignore[no-untyped-def]
-    """Of the same packed weights, which a process may have read that were packed for the other."""
+    """Both use the same packed weights, because a process may read weights that were packed for the other way."""
     weight, x = random(0, torch.bfloat16, 70, 1030), random(2, torch.bfloat16, 25, 1030)
     expected, packed, codes = F.linear(x.double(), weight.double()), [], set()
     for way, kind in (("vdpbf16ps", BFLOAT16), ("widened", WIDENED)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.kernels import cpu_code
-from headway.kernels.cpu_code import alone, can_keep, code_folders, drop_stale_code, keep, place_of, read, sources
+from headway.kernels.cpu_code import can_keep, code_folders, drop_stale_code, exclusive, keep, place_of, read, sources
 
 NAME = "cpu_b.f-0123.native"
 
@@ -96,7 +96,7 @@ def others_may_move_it(base: Path) -> None:
 def test_nothing_is_loaded_from_where_another_user_can_write(
     folders: tuple[Path, Path, Path], which: int, poison: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the cache, the folder of temporary files takes its place; there, none does."""
+    """The folder of temporary files takes the place of the cache; nothing takes the place of the former."""
     assert callable(poison)
     poison(folders[which])
     (folders[which] / sources()[:16]).mkdir()
@@ -108,7 +108,7 @@ def test_nothing_is_loaded_from_where_another_user_can_write(
 def test_nothing_is_loaded_from_a_folder_of_another_user(
     folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As root has HOME of whoever became root."""
+    """This happens to root, who has the HOME of whoever became root."""
     assert len(code_folders()) == 2
     cpu_code._own_folder.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -134,8 +134,8 @@ def test_code_of_sources_that_are_used_no_more_is_deleted(folders: tuple[Path, P
 def test_a_lock_is_let_go_of_whatever_happens_and_may_be_taken_again_inside(tmp_path: Path) -> None:
     lock = tmp_path / "new" / "f.lock"
     for _ in range(2):
-        with pytest.raises(KeyError), alone(lock), alone(lock):
+        with pytest.raises(KeyError), exclusive(lock), exclusive(lock):
             raise KeyError
     (tmp_path / "file").write_text("")
-    with alone(tmp_path / "file" / "f.lock"):
+    with exclusive(tmp_path / "file" / "f.lock"):
         pass

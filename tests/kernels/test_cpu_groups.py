@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def activations(x: Tensor, weight: Weight) -> Tensor:
-    """As the documentation says that they are rounded, float64."""
+    """Activations rounded as the documentation says, in float64."""
     groups = weight.groups
     assert groups is not None
     if weight.scheme in UNROUNDED:

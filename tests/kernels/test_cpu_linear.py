@@ -52,7 +52,7 @@ def rounded(x: Tensor, quantization: str) -> Tensor:
 def test_linear(quantization: str, dtype: torch.dtype, out: int, width: int) -> None:
     """The product of the weights as they were packed and of the activations as they are rounded."""
     weight, bias, x = (random(i, dtype, *shape) for i, shape in enumerate([(out, width), (out,), (TOKENS[-1], width)]))
-    # In float32, so that what is packed comes out as it is.
+    # The rows are read in float32, so that what is packed comes out as it is.
     packed = CpuKernels().linear(Weight(weight.float(), quantization), None).rows(torch.arange(out)).double()
     expected = F.linear(rounded(x, quantization), packed)
     for addend in (None, bias):
@@ -257,7 +257,7 @@ def test_tiles_need_the_processor_and_the_system(features: set[str], permitted: 
 
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_bfloat16_without_tiles(out: int, width: int) -> None:
-    """As where the system refuses them, on any processor."""
+    """Some systems refuse tiles; this runs on any processor."""
     weight, x = random(0, torch.bfloat16, out, width), random(2, torch.bfloat16, 100, width)
     linear = CpuKernels(tiles=False).linear(Weight(weight), None)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(100)])

@@ -35,7 +35,7 @@ def machine_code(intrinsic: object, *kind: types.Type, addresses: int) -> bytes:
 
 
 def dot(sums: int, tokens: int, weights: int, opcode: int, prefix: int = 0xF3) -> bytes:
-    """Of Intel's manual, volume 2: VEX.128.`prefix`.0F38.W0 `opcode` 11:rrr:bbb; sums reg, tokens r/m, weights vvvv."""
+    """Intel's manual, volume 2: VEX.128.`prefix`.0F38.W0 `opcode` 11:rrr:bbb; sums reg, tokens r/m, weights vvvv."""
     short = {0x66: 0b01, 0xF3: 0b10, 0xF2: 0b11}[prefix]
     return bytes((0xC4, 0xE2, (~weights & 15) << 3 | short, opcode, 0xC0 | sums << 3 | tokens))
 

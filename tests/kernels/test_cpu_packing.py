@@ -95,7 +95,7 @@ def test_eight_bits(dtype: torch.dtype, quantization: str, out: int, width: int,
 @pytest.mark.parametrize("scheme", ["int8", "int8-weight-only"])
 @pytest.mark.parametrize(("out", "width"), SHAPES + ODD)
 def test_eight_bits_that_were_packed_before_stay_as_they_are(out: int, width: int, scheme: str, gated: bool) -> None:
-    """In two parts, as gate and up come."""
+    """The weight comes in two parts, like gate and up."""
     out += out % 2
     whole = torch.randint(-128, 128, (out, width), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scales = random(1, torch.float32, out, 1).abs()

@@ -48,7 +48,7 @@ def run(module: str, *arguments: str, **environment: str) -> str:
     [("x86-64", "", "0 0"), ("x86-64-v3", AVX2, "0 256"), ("x86-64-v4", AVX512, "0 512")],
 )
 def test_x86(name: str, features: str, printed: str) -> None:
-    """As they are compiled for it in use."""
+    """Kernels are right when they are compiled for this processor, as they are in use."""
     missing = {mark[1:] for mark in features.split(",") if mark} - HERE
     if missing:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
@@ -72,7 +72,7 @@ def test_arm_compiles(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not _compiles_for_arm(), reason="this LLVM has no ARM")
 def test_arm(tmp_path: Path) -> None:
-    """In an emulator, which has one thread and sees nothing of how memory is ordered."""
+    """Kernels for ARM run in an emulator, which has one thread and cannot show errors in the order of memory."""
     pytest.importorskip("unicorn")
     assert run("tests.kernels.on_arm", NUMBA_CACHE_DIR=str(tmp_path)) == "0 0"
 
@@ -97,7 +97,7 @@ def test_matrix_tiles(tmp_path: Path, scheme: str, printed: str) -> None:
 
 
 def test_code_for_two_processors_is_kept_apart() -> None:
-    """By the name of its file; and what it is compiled for is what Numba compiles for."""
+    """The names of files differ, and the target is the one that Numba compiles for."""
     names = set()
     try:
         for features in (AVX2, AVX512):

@@ -57,7 +57,7 @@ def test_every_part_is_done_once_in_every_job(code: int, threads: int) -> None:
 
 def test_a_team_has_no_more_helpers_than_its_board_can_count(code: int) -> None:
     team = team_of(300)
-    assert len(team._doors) == team.threads - 1 == 127
+    assert len(team._helpers) == team.threads - 1 == 127
     done = np.zeros(300, np.int64)
     for _ in range(5):
         team.run(code, LAYOUT, (done.ctypes.data, len(done)))
@@ -90,7 +90,7 @@ def test_helpers_sleep_when_there_is_nothing_to_do(code: int) -> None:
     for _ in range(50):
         team.run(code, LAYOUT, (done.ctypes.data, len(done)))
     deadline = time.monotonic() + 10
-    while not all(door.asleep for door in team._doors):
+    while not all(helper.asleep for helper in team._helpers):
         assert time.monotonic() < deadline, "a helper goes on looking for work"
         time.sleep(0.01)
 
@@ -134,9 +134,9 @@ def test_a_helper_stays_while_a_job_is_open(code: int) -> None:
 
 def test_a_helper_that_is_not_asleep_yet_hears_of_work() -> None:
     """Who has work sees it awake and does not knock; it must not lie down."""
-    door = cpu_team._Door()
-    door.due = door.dismissed = True
-    helper = threading.Thread(target=cpu_team._helper, args=(np.zeros(1), 0, door), daemon=True)
+    state = cpu_team._HelperState()
+    state.due = state.dismissed = True
+    helper = threading.Thread(target=cpu_team._helper, args=(np.zeros(1), 0, state), daemon=True)
     helper.start()
     helper.join(10)
     assert not helper.is_alive()

@@ -119,7 +119,7 @@ def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.
 
 @pytest.mark.parametrize("window", [None, 37])
 def test_attention_with_sinks(kernels: CudaKernels, window: int | None) -> None:
-    """In one part and in several, the first of which the window hides."""
+    """The context is in one part, or in several, the first of which the window hides."""
     for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, window, has_sinks=True)
 

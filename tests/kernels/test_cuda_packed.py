@@ -24,7 +24,8 @@ from headway.kernels.cuda import CudaKernels
 from headway.kernels.cuda_packed import pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Of the result, beside exact products of the weights as they are defined; Triton's interpreter cuts bfloat16 off.
+# Errors of the result, compared with exact products of the weights as they are defined. Triton's interpreter truncates
+# bfloat16.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 5e-4}
 REFERENCE = ReferenceKernels()
 

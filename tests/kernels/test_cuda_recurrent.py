@@ -51,7 +51,7 @@ def assert_states(ours: LayerState, theirs: LayerState) -> None:
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize(("width", "channels", "gated"), [(4, 150, False), (3, 40, True), (1, 40, False)])
 def test_convolutions(dtype: torch.dtype, width: int, channels: int, gated: bool) -> None:
-    """Of slices of a wider product, with states kept within a span; and token by token to the bit."""
+    """Inputs are slices of a wider product, states are kept within a span; token by token the bits are the same."""
     wide = random(0, dtype, TOKENS, 3 * channels)
     taps, bias = random(1, torch.float32, width, channels), random(2, torch.float32, channels) if gated else None
     theirs = state_of((width - 1, channels))

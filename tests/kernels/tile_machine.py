@@ -29,9 +29,9 @@ from headway.kernels.cpu_simd import (
 )
 
 _SIGILL, _SIGINFO, _MAP_FIXED_NOREPLACE = 4, 4, 0x100000
-# Of Linux's ucontext on x86-64: where the registers stand, by the numbers that instructions have for them.
+# The places of registers in Linux's ucontext on x86-64, by the numbers that instructions have for them.
 _REGISTERS_AT, _PLACES, _INSTRUCTION = 40, (13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7), 16
-# By thread: whose it is, the configuration, eight tiles.
+# The state of each thread: whose it is, the configuration, eight tiles.
 _THREADS, _CONFIGURATION, _TILES, _TILE_BYTES, _ROW_BYTES = 64, 64, 128, 1024, 64
 _STATE_BYTES = _TILES + 8 * _TILE_BYTES
 # A place that is no other process's number too, as compiled code is kept.
@@ -45,7 +45,7 @@ _abort = external("abort", "void")
 
 @compiled()
 def _state():
-    """Of the thread that this is."""
+    """The address of this thread's state."""
     thread = _thread()
     for number in range(_THREADS):
         at = _STATES_AT + number * _STATE_BYTES
@@ -166,7 +166,7 @@ def _register(context, number):
 
 @compiled()
 def _operand(context, at, extensions, modrm):
-    """Of an instruction on memory: its length, the address, and the scaled index, which is the stride of a tile."""
+    """Decode an instruction on memory: its length, the address, and the scaled index, the stride of a tile."""
     mode, base, length, stride = modrm >> 6, modrm & 7, 5, 0
     has_index = base == 4
     if has_index:

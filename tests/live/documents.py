@@ -51,7 +51,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a `sh` block, without comments, a line each."""
+        """The commands of a `sh` block, without comments, one per line."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [
             shlex.join(words).replace("'&&'", "&&") for line in lines if (words := shlex.split(line, comments=True))

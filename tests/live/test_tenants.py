@@ -208,7 +208,7 @@ def start(folder: Path) -> Served:
 
 
 def kinds(asked: list[Asked]) -> tuple[list[Asked], list[Asked], list[Asked]]:
-    """Those that were answered, refused, and cut. A refusal that was given up within the answer is none."""
+    """The requests that were answered, refused, and cut. A refusal that was given up within the answer is none."""
     answered = [each for each in asked if each.tokens is not None]
     refused = [each for each in asked if each.status == 429 and each.error]
     return answered, refused, [each for each in asked if each.ended_ns and each.is_cut]
@@ -248,7 +248,7 @@ async def load(folder: Path, servers: list[Served], seconds: float) -> tuple[lis
 
 
 def sums(server: Served) -> dict[tuple[str, str], Counter[str]]:
-    """Of the metrics: what was reserved, settled and refunded, by tenant and unit."""
+    """What was reserved, settled and refunded by the metrics, for each tenant and unit."""
     text, found = httpx.get(f"{server.url}/metrics").text, dict[tuple[str, str], Counter[str]]()
     pattern = r'^headway:tenant_(\w+)_total{[^}]*tenant="(\w+)",unit="(\w+)"} (\S+)$'
     for name, tenant, unit, value in re.findall(pattern, text, re.MULTILINE):
@@ -307,7 +307,7 @@ def test_nothing_is_lost_or_charged_twice_when_servers_are_killed(tmp_path: Path
 
 
 def _no_window_has_more_than_the_limit(answered: list[Asked], unit: str) -> None:
-    """By the clients' own clocks, of what was sent and answered in any time. Predictions may be short by a bit."""
+    """Check by the clients' own clocks what was sent and answered in any window. Predictions may be a bit short."""
     limit = dict(zip(UNITS, LIMITS[answered[0].tenant], strict=True))[unit]
     spare = 1 if unit == "requests" else 2 * max(each.tokens or 0 for each in answered)
     for first in answered:

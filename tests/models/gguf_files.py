@@ -25,7 +25,7 @@ _SCALES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }  # fmt: skip
-# Of a block's numbers, so that weights are about as large as those of tiny models.
+# The largest of a block's numbers, so that weights are about as large as those of tiny models.
 _LARGEST = {"Q6_K": 32 * 127, "IQ4_NL": 127, "IQ4_XS": 127 * 32, "Q8_0": 127, "Q3_K": 4 * 32, "MXFP4": 1}
 
 
@@ -192,7 +192,7 @@ def write(
 
 
 def _unlike_layers(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
-    """As the converter writes Gemma 4."""
+    """Write the keys of Gemma 4 like the converter."""
     config, layers = model.config, model.model.layers
     of_layers = [config.per_layer_config[number] for number in range(len(layers))]
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
@@ -211,7 +211,7 @@ def _unlike_layers(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _latent(writer: gguf.GGUFWriter, config: Any) -> None:
-    """As the converter writes DeepSeek-V2 and V3; the bias of scores belongs to the latter alone."""
+    """Write the keys of DeepSeek-V2 or V3 like the converter. Only V3 has a bias of scores."""
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -240,7 +240,7 @@ def _router(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
-    """As converters write Qwen3-Next and Qwen3.5; one of every so many layers has attention."""
+    """Write the keys of Qwen3-Next or Qwen3.5 like converters. One of every so many layers has attention."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -286,7 +286,7 @@ def _of_delta_net(config: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _by_heads(config: Any, name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """Of each head, from queries to latents and from latents to values."""
+    """Split a matrix by heads: from queries to latents, and from latents to values."""
     block, found = name.removesuffix(".kv_b_proj.weight"), {}
     for number, head in enumerate(matrix.view(config.num_attention_heads, -1, config.kv_lora_rank)):
         keys, values = head.split([config.qk_nope_head_dim, config.v_head_dim])
@@ -296,7 +296,7 @@ def _by_heads(config: Any, name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """As a checkpoint has them: experts one by one, a tied head once."""
+    """The tensors as a checkpoint has them: experts one by one, a tied head once."""
     found = {_published(model, name): each.detach() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del found["lm_head.weight"]

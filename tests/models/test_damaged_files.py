@@ -85,7 +85,7 @@ def test_safetensors(folder: Path, tmp_path_factory: pytest.TempPathFactory, dat
 def test_gguf(
     sound_gguf: bytes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    """With bytes of what stands before the tensors changed, and among them sizes."""
+    """Bytes before the tensors are changed, sizes among them."""
     damaged = tmp_path_factory.mktemp("damaged")
     monkeypatch.setenv("XDG_CACHE_HOME", str(damaged))
     content = bytearray(sound_gguf)
@@ -128,7 +128,7 @@ def test_inputs_of_layers_for_a_part_of_the_vocabulary_are_refused(tmp_path: Pat
 
 
 def test_a_link_to_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
-    """As a hub's cache has one where the download was broken off, or the file itself was removed."""
+    """The cache of a hub has such a link if the download was broken off, or the file itself was removed."""
     tiny.save("llama", tmp_path)
     (file := tmp_path / SINGLE_FILE).rename(tmp_path / "away")
     names = load_file(tmp_path / "away")
@@ -187,7 +187,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_matrix_that_is_not_whole_is_named(name: str, tmp_path: Path) -> None:
-    """Of each of its tensors: it is missing, half of it is, or its numbers are of another kind; and one too many."""
+    """Each of its tensors is missing, half missing, or of another type; or there is one too many."""
     save_packed(tmp_path, FORMATS[name])
     sound = load_file(tmp_path / SINGLE_FILE)
     parts = [f"{LAYER}.{each}" for each in read_packed_parts(FORMATS[name].said).parts if each != "weight_shape"]

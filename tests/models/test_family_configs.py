@@ -13,7 +13,7 @@ from headway.models import ModelConfig, ModelError
 from headway.models.tensors import expected_tensors
 from tests.cost.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B
 
-# As they are published; Gemma 3 with the old keys of its two kinds of positions.
+# Configs as they are published; Gemma 3 has the old keys of its two kinds of positions.
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "head_dim": 256,

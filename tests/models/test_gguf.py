@@ -52,7 +52,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def mixed(name: str) -> str:
-    """As llama.cpp's Q4_K_M has them, and other types for what is fused with them."""
+    """The type of a tensor: like llama.cpp's Q4_K_M, but matrices that are fused have different types."""
     part = name.split(".")[-2]
     return {"v_proj": "Q6_K", "down_proj": "Q6_K", "up_proj": "Q5_K", "k_proj": "Q8_0"}.get(part, "Q4_K")
 
@@ -153,7 +153,7 @@ def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:
 
 
 def test_one_of_several_models_is_named_by_a_part_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder, and in a repository of the hub, of which nothing else is downloaded."""
+    """The models are in a folder, or in a repository of the hub, of which nothing else is downloaded."""
     path = tmp_path / "tiny-Q4_K_M.gguf"
     gguf_files.write(path, tiny.build("llama", **WIDE), mixed)
     other = tmp_path / "below" / "tiny-q8_0.gguf"
@@ -184,7 +184,7 @@ def test_safetensors_go_first(tmp_path: Path) -> None:
 
 
 def test_llama_3_1_s_positions(tmp_path: Path) -> None:
-    """In a tensor; as transformers scales them."""
+    """The scaling of positions is in a tensor, and the same as that of transformers."""
     model = tiny.build("llama_llama3", **WIDE | {"head_dim": 16})
     rope = model.model.rotary_emb.inv_freq
     plain = 1000.0 ** (-torch.arange(0, 16, 2) / 16)
@@ -200,7 +200,7 @@ def test_llama_3_1_s_positions(tmp_path: Path) -> None:
 
 
 def test_it_is_served_as_any_model(tmp_path: Path) -> None:
-    """By its file's name, with its tokenizer, its chat template, and the dtype of its kind."""
+    """It is named by its file, and has its tokenizer, its chat template, and the dtype of its kind."""
     path = tmp_path / "model.gguf"
     gguf_files.write(path, tiny.build("qwen2", **WIDE), mixed)
     llm = LLM(str(path), max_num_seqs=2)
@@ -220,7 +220,7 @@ CORPUS = ["the cat sat on the mat, it's 1234 o'clock", "naïve cafés in 東京;
 
 
 def test_byte_level_tokens_are_those_of_hugging_face() -> None:
-    """Of a tokenizer with the cuts of Qwen2."""
+    """The tokenizer has the cuts of Qwen2."""
     trained = Backend(models.BPE())
     cut = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"

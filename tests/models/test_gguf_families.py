@@ -80,7 +80,7 @@ def test_families_with_traits_of_their_own(case: str, changes: dict[str, object]
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_gates_and_what_they_let_through_may_be_one_tensor(kind: str, tmp_path: Path) -> None:
-    """As newer converters write experts on request: the same numbers as apart."""
+    """Newer converters write experts like this on request. The numbers are the same as apart."""
     model = tiny.build("qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
     for name, fused in (("apart", False), ("fused", True)):
         gguf_files.write(tmp_path / f"{name}.gguf", model, lambda _: kind, fused_experts=fused)
@@ -121,7 +121,7 @@ def test_what_is_packed_of_latents_stays_so(tmp_path: Path) -> None:
 
 
 def test_texts_are_cut_as_deepseek_v3_cuts_them() -> None:
-    """By the three expressions of its tokenizer.json."""
+    """The cuts are the three expressions of its tokenizer.json."""
     values = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "deepseek-v3",

@@ -103,7 +103,7 @@ def load(folder: Path, **options: Any) -> Decoder:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_those_of_the_definition_to_the_bit(name: str) -> None:
-    """With groups of 128 as they are published, and blocks that are no whole number in the rows and inputs."""
+    """Groups have 128 inputs, as they are published. Rows and inputs are no whole number of blocks."""
     form = FORMATS[name]
     stored, dense = form.layer(72, 272, 0)
     weight = packed_layer(read(form.said), "layer", stored, torch.float32)

@@ -133,7 +133,7 @@ EXPERT_CASES = ["mixtral", "qwen2_moe", "qwen3_moe_some_dense", "deepseek_v3"]
 @pytest.mark.parametrize("case", EXPERT_CASES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_stacked_experts_are_the_same_model(tmp_path, case, stored):
-    """In the model's dtype, which is lent, and in another, which is converted."""
+    """Experts are stored in the model's dtype, which is lent, or in another, which is converted."""
     folders = [tmp_path / "one_each", tmp_path / "stacked"]
     for folder, original in zip(folders, (True, False), strict=True):
         tiny.save(case, folder, save_original_format=original)
@@ -152,7 +152,7 @@ def test_experts_in_shards(tmp_path, original):
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """By the CPU's kernels, which read what is lent."""
+    """Compare two models, also by the CPU's kernels, which read what is lent."""
     for kernels in (ReferenceKernels(), kernels_for("cpu", torch.float32)):
         ours, theirs = (whole(load_model(folder, torch.float32, kernels), PROMPT) for folder in (one, other))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -120,7 +120,7 @@ def test_it_is_the_model_that_rounding_gives(case: str, said: dict[str, Any], sc
 
 
 def test_what_is_ignored_stays_plain(tmp_path: Path) -> None:
-    """By an expression too; in each layer by itself."""
+    """An expression may ignore layers, too, each layer by itself."""
     said = W8A8 | {"ignore": ["lm_head", "re:model.layers.1.*down"]}
     plain = save(tmp_path, said)
     tensors = load_file(tmp_path / SINGLE_FILE)

@@ -93,7 +93,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "quantization"), [("qwen2_moe", "int8-weight-only"), ("qwen3_next", "none")])
 def test_the_engine_answers_as_on_a_cpu(case: str, quantization: str, tmp_path: Path) -> None:
-    """In chunks, in company and token by token: experts and their counts, and layers with states."""
+    """Prompts come in chunks, in company and token by token, to experts with their counts and layers with states."""
     tiny.save(case, tmp_path)
     interpreted = mock.patch("headway.engine.build.kernels_for", return_value=CudaKernels())
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Of checkpoints that read images too, the part that reads text: logits equal Hugging Face's, whatever it is called."""
+"""Tests the part of checkpoints that reads text, if they read images too: logits equal those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_logits_equal_hugging_face(case: str, tmp_path: Path) -> None:
 
 
 def test_matrices_that_are_not_packed_are_named_as_in_the_whole_checkpoint() -> None:
-    """As Kimi K2.5 is published: experts in int4, but not those that are shared, nor attention."""
+    """Kimi K2.5 is published like this: experts are in int4, but not the shared ones, nor attention."""
     plain = ["language_model.lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}

@@ -85,7 +85,7 @@ def test_a_folder_and_its_config_say_the_same_as_the_catalogue(tmp_path: Path) -
             },
             "fp8-block",
         ),
-        (Recipe.of("W4A8", "gptq", None).said(["lm_head"]), "w4a8"),
+        (Recipe.of("W4A8", "gptq", None).quantization_config(["lm_head"]), "w4a8"),
         ({"quant_method": "fp8"}, "fp8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8-weight-only"),

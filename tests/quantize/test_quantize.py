@@ -256,7 +256,7 @@ def test_stacked_experts_get_names_of_their_own_and_others_keep_theirs(tmp_path:
 
 
 def test_parts_that_read_images_are_left_as_they_are(tmp_path: Path) -> None:
-    """As Qwen3.5 is published: with names of its own, and the text's part of config.json."""
+    """Qwen3.5 is published like this, with its own names, and with a part of config.json for the text."""
     tiny.save("qwen3_5", plain := tmp_path / "plain")
     expected = logits(plain).double()
     read = load_file(plain / SINGLE_FILE)

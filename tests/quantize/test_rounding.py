@@ -31,7 +31,7 @@ def known_inputs() -> Tensor:
 
 
 def error(weight: Tensor, dense: Tensor, x: Tensor) -> float:
-    """Of products, relative."""
+    """The relative error of products."""
     return ((x @ (weight - dense).T).norm() / (x @ weight.T).norm()).item()
 
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_what_compressed_tensors_makes_and_reads(name: str, d
     recipe, weight = Recipe.of(name, "rtn", None), random_weight().to(dtype)
     if recipe.scheme.floats and recipe.scheme.bits == 4:
         return  # test_four_bits_of_float
-    said = recipe.said(["lm_head"])
+    said = recipe.quantization_config(["lm_head"])
     group = said["config_groups"]["group_0"]
     args = theirs.QuantizationArgs(**group["weights"])
     grouped = weight.float().view(ROWS, -1, recipe.scheme.group_size or INPUTS)
@@ -87,7 +87,7 @@ def test_four_bits_of_float(name: str) -> None:
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     recipe, weight = Recipe.of(name, "rtn", None), random_weight()
-    said = recipe.said(["lm_head"])
+    said = recipe.quantization_config(["lm_head"])
     args = theirs.QuantizationArgs(**said["config_groups"]["group_0"]["weights"])
     rounded = nearest(weight, recipe.scheme, torch.float32)
     grouped = weight.view(ROWS, -1, recipe.scheme.group_size)

@@ -124,13 +124,13 @@ def test_who_weighs_more_is_served_more_and_all_are_served() -> None:
 
 
 def p99_ttft_ms(answers: list[Answer]) -> float:
-    """Of the quiet tenant."""
+    """The P99 of the quiet tenant's TTFT."""
     times = sorted(each.ttft_ns / 1e6 for each in answers if int(each.request_id) < 10_000 and each.ttft_ns is not None)
     return times[int(0.99 * len(times))]
 
 
 def quiet_p99_ms(policy: str, times: int, weights: dict[str, float], rate: float, machine: Machine) -> float:
-    """Of a tenant beside another that sends `times` as much."""
+    """The P99 of TTFT of a tenant beside another that sends `times` as much."""
     asked = traffic("quiet", rate, 30, 0) + (traffic("flood", times * rate, 30, 10_000) if times else [])
     sched = scheduler(policy, weights, machine=machine)
     answers = simulate(sched, sorted(asked, key=lambda each: each.at_ns), machine).answers
@@ -159,7 +159,7 @@ def test_who_asks_for_less_than_its_part_does_not_wait_behind_promises() -> None
 
 
 def test_who_can_never_be_in_time_is_served_its_part_all_the_same() -> None:
-    """Of one tenant no prompt can be in time beside the other's decoding, and all of the other's can."""
+    """No prompt of one tenant can be in time beside the other's decoding, and all of the other's can."""
     sched = scheduler("slo", {"long": 1.0, "short": 1.0}, machine=SLOW)
     asked = [arrival(number, number * 10**9, 5000, 20, tenant="long") for number in range(40)]
     asked += [arrival(1000 + number, number * 10**8, 200, 20, tenant="short") for number in range(400)]

@@ -29,7 +29,7 @@ from headway.simulator.fleet import Failure, Fleet, Handover, Replica
 from headway.simulator.fleet_file import FleetFile, read_fleet_file
 from headway.simulator.members import members
 from headway.simulator.server import Server
-from headway.simulator.timing import OfReceivedPrompts
+from headway.simulator.timing import ReceivedPrompts
 from headway.simulator.traffic import Arrival, arrival
 from tests.simulator.test_run import LOAD, MODEL, simulate
 
@@ -52,7 +52,7 @@ def engine() -> Scheduler:
 
 
 def replica(role: str = "", weight: float = 1.0, handover: Handover | None = None) -> Replica:
-    timing = OfReceivedPrompts(Tokens()) if role == "decode" else Tokens()
+    timing = ReceivedPrompts(Tokens()) if role == "decode" else Tokens()
     server = Server(engine(), timing, QueueLimits(), Host(), None, None, engine)
     return Replica(server, role, weight, handover or Handover())
 
@@ -143,7 +143,7 @@ def test_a_request_that_is_refused_or_given_up_with_its_prompt_unfinished_ends_t
 
 
 def test_preempted_sequences_compute_what_they_had_received() -> None:
-    timing = OfReceivedPrompts(Tokens())
+    timing = ReceivedPrompts(Tokens())
     prompt = ScheduledSequence(3, 0, [1] * 20, False, 1)
     plan = StepPlan(scheduled=[prompt], work=work_of([prompt]))
     assert timing.times(plan, 0).sampled_ns == 6 * MS
@@ -223,7 +223,7 @@ def test_servers_of_a_kind_are_as_the_file_says(tmp_path: Path) -> None:
     assert not other.deployed.scheduler.blocks.enable_prefix_caching
     # 32 layers of 8 heads of 128 numbers, keys and values, of 2 bytes.
     assert one.replica().handover == Handover(131072.0, 25e9, one.replica().handover.latency_s)
-    assert isinstance(other.replica().server._timing, OfReceivedPrompts)
+    assert isinstance(other.replica().server._timing, ReceivedPrompts)
 
 
 def test_the_command_simulates_a_fleet(tmp_path: Path) -> None:

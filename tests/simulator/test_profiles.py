@@ -58,7 +58,7 @@ def test_who_is_given_overrides_the_profile_and_who_is_not_does_not(tmp_path: Pa
 
 
 def first_tokens(profile: str) -> list[int]:
-    """Of a long prompt that does not fit beside one that runs, and of a short one after it that would. Milliseconds."""
+    """TTFTs, in ms, of a long prompt that does not fit beside a running one, and of a short one after it that would."""
     options = ServerOptions(
         model="llama-3.1-8b",
         hardware="H100-SXM",

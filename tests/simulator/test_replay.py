@@ -44,7 +44,7 @@ class Recorded(Drafting):
         return RecordedScheduler(config, blocks, lambda record, idle: self.records.append(record))
 
     def recording(self) -> Recording:
-        """As a file has it."""
+        """The recording as it is read from a file."""
         lines = [msgspec.json.encode(record) for record in self.records]
         engine, *records = [msgspec.json.decode(line, type=Record) for line in lines]  # type: ignore[arg-type]
         return Recording(engine, records)
@@ -166,7 +166,7 @@ def test_blocks_that_are_found_again_have_one_number() -> None:
 
 
 def test_a_real_engine_s_steps(tmp_path: Path) -> None:
-    """With preemptions and with prompts found in the prefix cache."""
+    """The steps include preemptions, and prompts that are found in the prefix cache."""
     llm = LLM(
         write_config(tmp_path / "model"), skip_tokenizer_init=True, load_format="dummy", num_threads=1,
         kv_cache_memory=150 * 512, max_model_len=100, max_num_seqs=8, max_num_batched_tokens=16,

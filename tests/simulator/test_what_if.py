@@ -13,7 +13,7 @@ from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
 from headway.simulator.changes import parse_what_ifs
 from headway.simulator.deployed import ServerOptions, deploy
-from headway.simulator.timing import DecodesFirst, OfCachedPrompts
+from headway.simulator.timing import CachedPrompts, DecodesFirst
 from headway.simulator.what_if import COUNTERFACTUALS
 from tests.simulator.test_run import LOAD, MODEL, simulate
 
@@ -124,11 +124,11 @@ def test_time_of_others_prompts_and_of_cached_ones_is_left_out() -> None:
     both = StepPlan([*decodes, *prompts], work=work_of([*decodes, *prompts]))
     alone = StepPlan(prompts, work=work_of(prompts))
 
-    def took(timing: DecodesFirst | OfCachedPrompts, plan: StepPlan) -> int:
+    def took(timing: DecodesFirst | CachedPrompts, plan: StepPlan) -> int:
         return timing.times(plan, 7).sampled_ns - 7
 
     assert took(DecodesFirst(Tokens()), both) == 3000 and took(DecodesFirst(Tokens()), alone) == 100_000
-    assert took(OfCachedPrompts(Tokens()), both) == 5000 and took(OfCachedPrompts(Tokens()), alone) == 2000
+    assert took(CachedPrompts(Tokens()), both) == 5000 and took(CachedPrompts(Tokens()), alone) == 2000
     assert len(both.scheduled) == 4  # what the scheduler completes is as it was
 
 

@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def byte_level(vocab_size: int = 500) -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: every token is a string of bytes."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen: every token is a string of bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def byte_level(vocab_size: int = 500) -> Tokenizer:
 
 
 def sentencepiece_style(vocab_size: int = 560) -> Tokenizer:
-    """As Llama 2 and Mistral: words begin with a mark for their space, unknown characters fall back to bytes."""
+    """A tokenizer like Llama 2's and Mistral's: words begin with a mark for a space, unknown characters are bytes."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

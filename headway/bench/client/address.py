@@ -1,4 +1,4 @@
-"""Where a server is: its base URL, taken apart and checked."""
+"""Parses and checks the base URL of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to connect and what to ask for.
+    """The address to connect to, and the path to ask for.
 
     Args:
         host: as it is looked up; an IPv6 address without brackets.

@@ -28,7 +28,7 @@ from headway.bench.client.sse import EventParser, MalformedEvents
 from headway.bench.record import Failure, FailureKind, RequestRecord
 
 MAX_ERROR_BYTES = 64 * 1024
-MAX_TOKENS = 2**31 - 1  # of a request; what is more is no count
+MAX_TOKENS = 2**31 - 1  # most tokens of a request; a larger number is no count
 _NOT_STREAMS = (b"application/json", b"text/html")
 
 
@@ -114,7 +114,7 @@ class StreamedAnswer(Receiver):
         self._keep_timings = keep_timings
         self._parser = EventParser()
         self._is_stream = False
-        self._other_body = b""  # of a response that is no stream
+        self._other_body = b""  # the body of a response that is no stream
         self._counted = 0
         self._continuous: bool | None = None
         self._finish_ns = 0
@@ -199,7 +199,7 @@ class StreamedAnswer(Receiver):
             self.record.text = "".join(self._texts)
 
     def failure(self, now_ns: int) -> Failure | None:
-        """Of a response that came to its end at `now_ns`; None when it was an answer."""
+        """How a response failed that ended at `now_ns`; None when it was an answer."""
         record = self.record
         record.end_ns = record.end_ns or now_ns
         if not 200 <= self.status < 300:

@@ -71,7 +71,7 @@ class Asker:
     @classmethod
     @asynccontextmanager
     async def open(cls, endpoint: Endpoint, ready_timeout_s: float = 0.0) -> AsyncIterator[Self]:
-        """With connections of its own, closed at the end."""
+        """Yield an asker with its own connections, which are closed at the end."""
         client = HttpClient.to(endpoint)
         try:
             yield cls(endpoint, client, time.monotonic() + ready_timeout_s)

@@ -19,17 +19,17 @@ from headway.bench.client.failures import RequestFailed
 from headway.bench.record import FailureKind, RequestRecord
 
 MAX_HEADER_BYTES = 256 * 1024  # also of what frames a body, between two pieces of it
-MAX_BODY_BYTES = 512 * 2**20  # of one response
+MAX_BODY_BYTES = 512 * 2**20  # largest body of one response
 LINGER_S = 0.05  # for the end of a response of which all that was wanted has come
 READ_BYTES = 64 * 1024
 _now = time.monotonic_ns
 
 
 class Receiver(ABC):
-    """What takes a response in, into a record. Times are time.monotonic_ns(). It may raise RequestFailed.
+    """Reads a response into a record. Times are time.monotonic_ns(). It may raise RequestFailed.
 
     Attributes:
-        is_satisfied: what it wants has come: how the response ends does not matter any more.
+        is_satisfied: all that is wanted has come, so it does not matter any more how the response ends.
     """
 
     def __init__(self, record: RequestRecord) -> None:
@@ -66,7 +66,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receiver: Receiver | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._unread_bytes = 0  # that came since the last piece of a body
+        self._unread_bytes = 0  # bytes that came since the last piece of a body
         self._body_bytes = 0
         self._now_ns = 0
         self._headers_complete = False
@@ -89,14 +89,14 @@ class Connection(asyncio.BufferedProtocol):
         return done
 
     def close(self) -> None:
-        """At once; a request under way ends with RequestFailed, and nothing more reaches its receiver."""
+        """Close the connection at once. A request under way ends with RequestFailed; its receiver gets nothing more."""
         self.is_open = False
         self._end(RequestFailed(FailureKind.CUT, "the client closed the connection"))
         if self._transport is not None:
             self._transport.abort()
 
     def fileno(self) -> int:
-        """Of its socket; -1 when it is closed."""
+        """Return the file descriptor of the socket; -1 when the connection is closed."""
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         return -1 if sock is None or not self.is_open else int(sock.fileno())
 
@@ -228,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Inbox:
-    """What came in one round of the event loop, parsed after all of it has its time."""
+    """Bytes that came in one round of the event loop. They are parsed after all of them have their time of arrival."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

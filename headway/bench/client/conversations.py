@@ -35,7 +35,7 @@ class Conversations:
         return found
 
     def __len__(self) -> int:
-        """Requests in all."""
+        """The number of all requests."""
         return self._count
 
 

@@ -1,4 +1,4 @@
-"""Who is sent when: the state of a run under load.
+"""Decides which request is sent when: the state of a run under load.
 
 Everything happens in callbacks of one event loop. A request is `due` at a time; from then on it is under way, or waits
 for a place where the user capped the open loop; when it ends, what follows it becomes due.
@@ -34,29 +34,29 @@ class LoadStage(StrEnum):
 
 
 class Sender(Protocol):
-    """What sends one request: OpenAIClient, or a stand-in.
+    """Sends one request: OpenAIClient, or a stand-in.
 
     It fills in the record, never raises for what a server does, and notes ABANDONED when it is cancelled.
     """
 
     async def send(self, planned: PlannedRequest, record: RequestRecord, prompt: Prompt | None = None) -> None:
-        """`prompt` takes the place of planned.prompt."""
+        """Send a request. `prompt` takes the place of planned.prompt."""
 
 
 class LoadListener:
-    """Is told what happens, within the event loop: the time it takes delays the client. To derive from."""
+    """A base class that is told what happens, within the event loop: the time it takes delays the client."""
 
     def stage(self, stage: LoadStage) -> None:
         """A new stage begins."""
 
     def began(self, at_ns: int) -> None:
-        """When the schedule's time 0 is: about now."""
+        """The run has begun: `at_ns` is time 0 of the schedule, about now."""
 
     def started(self, record: RequestRecord) -> None:
         """A measured request is handed to the client."""
 
     def waiting(self, count: int) -> None:
-        """So many requests are due and wait for a place under max_concurrency."""
+        """`count` requests are due and wait for a place under max_concurrency."""
 
     def ended(self, record: RequestRecord) -> None:
         """A measured request was answered, failed, or was given up unsent (its sent_ns is 0)."""
@@ -75,7 +75,7 @@ class _Due:
     """A request and when it is due.
 
     Args:
-        prompt: of a later turn.
+        prompt: the prompt of a later turn.
         loop: the closed loop whose user sends it; None in an open loop.
         after: further turns of this user.
     """
@@ -91,9 +91,10 @@ class Dispatch:
     """Sends the requests of one run; go() once.
 
     Attributes:
-        records: of all requests that were due, in no particular order.
+        records: the records of all requests that were due, in no particular order.
         began_ns: time 0 of the schedule.
-        waited_for_place, longest_wait_ns: of requests that were due while max_concurrency were under way.
+        waited_for_place, longest_wait_ns: how many requests were due while max_concurrency were under way, and the
+            longest wait of one.
         abandoned_in_flight: how many had to be cancelled.
         interrupted: `stop` ended it.
     """
@@ -117,7 +118,7 @@ class Dispatch:
         self.interrupted = False
         self._client = client
         self._conversations = conversations
-        # In a closed loop the users are the limit.
+        # A closed loop is limited by the number of its users.
         self._max_concurrency = max_concurrency if mode is LoadMode.OPEN else None
         self._loops, self._scheduled = loops_of(conversations.first_turns, mode, max_concurrency, users)
         self._duration_s = duration_s
@@ -130,12 +131,12 @@ class Dispatch:
         self._ready_ns: list[tuple[RequestRecord, int]] = []
         self._draining = self._no_more_waiting = self._closing = False
         self._last_ns = self.began_ns  # when a request was sent last, or ended
-        self._end: Failure | None = None  # of what the drain limit ends
+        self._end: Failure | None = None  # the failure of what the drain limit ends
         self._finished = asyncio.Event()
         self._error: BaseException | None = None
 
     async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float) -> None:
-        """Until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over."""
+        """Run until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over."""
         self._alarm = Alarm(self._ring)
         self._stop = stop
         try:
@@ -164,7 +165,7 @@ class Dispatch:
             raise self._error
 
     def start_lag_ms(self) -> list[float]:
-        """For each request that was sent, how long after it could have been."""
+        """For each request that was sent, how long after it could have been sent, in ms."""
         return [max(0, record.sent_ns - ready) / 1e6 for record, ready in self._ready_ns if record.sent_ns]
 
     # --- beginning and end --------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Dispatch:
         self._check_finished()
 
     async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:
-        """Until all is done, `stop` is set, it is `until_ns`, or the drain limit is reached."""
+        """Wait until all is done, `stop` is set, it is `until_ns`, or the drain limit is reached."""
         waits = [asyncio.create_task(self._finished.wait()), asyncio.create_task(stop.wait())]
         try:
             while not (self._finished.is_set() or stop.is_set()):
@@ -203,7 +204,7 @@ class Dispatch:
             await asyncio.wait(waits)
 
     def _last_event_ns(self) -> int:
-        """When a request was sent last, or ended; or is still to be sent."""
+        """The time when a request was last sent or ended, or when one is still to be sent."""
         return max(self._last_ns, self._later[0][0]) if self._later else self._last_ns
 
     def _drain(self) -> None:
@@ -224,18 +225,18 @@ class Dispatch:
             await asyncio.sleep(0)  # their callbacks
 
     def _fail(self, error: BaseException) -> None:
-        """Something in here, in the client or in the listener is broken: that ends the run."""
+        """End the run with an error of this module, the client or the listener."""
         self._error = self._error or error
         self._finished.set()
 
     # --- a request's way ----------------------------------------------------------------------------
 
     def _at(self, due: _Due) -> None:
-        """It becomes due at its time, if the run lasts so long. After `stop` it only counts as left."""
+        """Make a request due at its time, if the run lasts so long. After `stop` it only counts as left."""
         if self._closing or self._is_too_late(due.at_ns):
             return
         if due.at_ns <= time.monotonic_ns() and not self._stop.is_set():
-            return self._now_due(due)
+            return self._start_or_wait(due)
         entry = (due.at_ns, due.planned.index, due)
         heapq.heappush(self._later, entry)
         if self._later[0] is entry:
@@ -251,14 +252,14 @@ class Dispatch:
         try:
             now = time.monotonic_ns()
             while self._later and self._later[0][0] <= now:
-                self._now_due(heapq.heappop(self._later)[2])
+                self._start_or_wait(heapq.heappop(self._later)[2])
             if self._later:
                 self._alarm.set(self._later[0][0])
             self._check_finished()
         except Exception as error:
             self._fail(error)
 
-    def _now_due(self, due: _Due) -> None:
+    def _start_or_wait(self, due: _Due) -> None:
         full = self._max_concurrency is not None and len(self._under_way) >= self._max_concurrency
         if not full or due.loop is not None:
             return self._start(due, due.at_ns)
@@ -281,14 +282,14 @@ class Dispatch:
 
     async def _serve(self, due: _Due, record: RequestRecord) -> None:
         await self._client.send(due.planned, record, due.prompt)
-        # Not in the callback: that is called a turn of the loop later, and a closed loop would lose it.
+        # This is not in the callback, which is called a turn of the loop later: a closed loop would lose that turn.
         task = asyncio.current_task()
         assert task is not None
         self._under_way.pop(task, None)
         self._ended(due, record)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
-        """Of use only where _serve did not come to its end."""
+        """Handle a task that was cancelled or raised, so that _serve did not end by itself."""
         entry = self._under_way.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -378,7 +379,7 @@ class Dispatch:
         self._listener.ended(record)
 
     def _give_up_waiting(self, reason: str) -> None:
-        """Those that were due and unsent are failures of the run, not requests that never were."""
+        """Record requests that were due but never sent as failures of the run, so that none goes missing."""
         now = time.monotonic_ns()
         while self._waiting:
             due = self._waiting.popleft()

@@ -39,8 +39,8 @@ class Endpoint:
         include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
         include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
         max_tokens_field: max_tokens or max_completion_tokens.
-        timeout_s: of a whole request, from before it connects to the end of its response.
-        connect_timeout_s: of a new connection.
+        timeout_s: the longest time of a whole request, from before it connects to the end of its response.
+        connect_timeout_s: the longest time of a new connection.
         insecure: accept any TLS certificate.
 
     Raises:
@@ -92,7 +92,7 @@ class Endpoint:
         return self.path or ROUTES[self.api]
 
     def all_headers(self, tenant: str = "") -> dict[str, str]:
-        """Of every request of a tenant, beside those that HTTP needs; names in lower case."""
+        """The headers of each request of a tenant, without those that HTTP itself needs; names in lower case."""
         headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
         if (key := self.tenant_keys.get(tenant, self.api_key)) is not None:
             headers["authorization"] = f"Bearer {key}"

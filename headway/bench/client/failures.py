@@ -46,7 +46,7 @@ def error_text(content: object) -> str:
 
 
 def failure_of_status(status: int, headers: Mapping[bytes, bytes], body: bytes) -> Failure:
-    """Of a response that is not 2xx. `headers` have lower-case names."""
+    """The failure that a response with another status than 2xx means. `headers` have lower-case names."""
     if 300 <= status < 400:
         location = headers.get(b"location", b"").decode("latin-1") or "nowhere"
         message = f"HTTP {status}: redirected to {location}; redirects are not followed, give that base URL"

@@ -23,7 +23,7 @@ class HttpClient:
     """Connections to one address, kept open and used again, the latest first.
 
     Args:
-        connect_timeout_s: for looking up the name, connecting and the TLS handshake together.
+        connect_timeout_s: the longest time for looking up the name, connecting and the TLS handshake together.
         insecure: accept any certificate.
 
     Attributes:
@@ -45,7 +45,7 @@ class HttpClient:
 
     @classmethod
     def to(cls, endpoint: Endpoint) -> Self:
-        """For an endpoint's server; needs a running event loop."""
+        """Make a client for the server of an endpoint. This needs a running event loop."""
         return cls(endpoint.address, connect_timeout_s=endpoint.connect_timeout_s, insecure=endpoint.insecure)
 
     def head(self, method: str, route: str, headers: dict[str, str]) -> bytes:

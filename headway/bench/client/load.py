@@ -1,4 +1,4 @@
-"""Sending a workload on time, and what came of it.
+"""Send a workload on time, and record what came of it.
 
     outcome = await run_load(client, requests, mode=LoadMode.OPEN, stop=stop)
 
@@ -31,9 +31,9 @@ WARM_UPS_AT_ONCE = 8
 
 @dataclass(slots=True)
 class LoadOutcome(RunResult):
-    """What came of a run; who sent it fills in the settings and what is known of the server.
+    """The result of a run. Its caller fills in the settings and what is known of the server.
 
-    Of records there is one for each request that was due. One that was due and never sent has sent_ns == 0 and is
+    There is a record for each request that was due. One that was due and never sent has sent_ns == 0 and is
     ABANDONED: the turn before it failed, or it still had no place when the run ended. The client's start lags count
     from when a request was due, or got its place, to when it was sent.
 
@@ -41,9 +41,9 @@ class LoadOutcome(RunResult):
         never_due: requests whose time had not come when the run ended; they have no records.
         waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
             did, the load was not that of the schedule. Their latency from the schedule holds the wait.
-        longest_wait_ms: of these.
+        longest_wait_ms: the longest wait of these.
         abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
-        warm_up_failures: of those warm-ups that failed.
+        warm_up_failures: the failures of those warm-ups that failed.
         gave_up: why nothing was measured: all warm-ups failed. None otherwise.
     """
 
@@ -77,7 +77,7 @@ async def run_load(
 
     Args:
         client: keeps the answer's text (RequestRecord.text) of every request that another follows.
-        requests: of one run; in mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
+        requests: those of one run. In mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
         mode: see LoadMode.
         max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
         users: in mode OPEN, of classes that are closed loops of their own.
@@ -120,7 +120,7 @@ async def run_load(
 
 
 def _outcome(dispatch: Dispatch, watch: LoopWatch, requests: int) -> LoadOutcome:
-    """Of what was dispatched, out of so many requests."""
+    """The outcome of a run of which `requests` were planned and some were dispatched."""
     records = sorted(dispatch.records, key=lambda record: record.index)
     return LoadOutcome(
         settings={},
@@ -162,11 +162,12 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection meanwhile: one over the plans and records of 100,000 requests stops the loop for 0.1 s,
-    which would be read as latency of the server.
+    """Turn garbage collection off inside.
 
-    Reference counting frees whatever is not in a cycle, and a request makes none. What is alive is frozen too, so that
-    a collection that somebody asks for by name has little to look at; it stays so where a process froze objects before.
+    A collection over the plans and records of 100,000 requests would stop the loop for 0.1 s, which would be read as
+    latency of the server. Reference counting frees whatever is not in a cycle, and a request makes none. Live objects
+    are frozen too, so that an explicit collection has little to look at. They stay frozen if the process froze objects
+    before.
     """
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
@@ -185,9 +186,9 @@ def collector_off() -> Iterator[None]:
 async def probing(
     client: Sender, requests: Iterator[PlannedRequest], grace_s: float
 ) -> AsyncIterator[list[RequestRecord]]:
-    """Inside, requests are sent at their times, whatever becomes of those before them; time 0 is now.
+    """Send requests at their times inside, whatever becomes of those before them. Time 0 is now.
 
-    At the end nothing more is sent; what is under way has `grace_s` left.
+    At the end nothing more is sent, and what is under way has `grace_s` left.
 
     Args:
         requests: in order of their arrival_s, which all have; there may be no end of them.

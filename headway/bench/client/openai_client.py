@@ -19,7 +19,7 @@ from headway.bench.request import PlannedRequest, Prompt
 def receiver(
     endpoint: Endpoint, record: RequestRecord, prompt: Prompt, keep_text: bool = False
 ) -> StreamedAnswer | VectorAnswer:
-    """What receives the answer to a prompt, into its record."""
+    """The receiver that writes the answer to a prompt into its record."""
     timings = endpoint.include_timings
     if endpoint.generates:
         return StreamedAnswer(record, keep_text=keep_text, keep_timings=timings)

@@ -20,7 +20,7 @@ from headway.bench.request import Prompt
 
 GREETING = Prompt(text="Hello")
 _REFUSED = (400, 422)
-# What a 400 may name, and the endpoint's options that put it into the body.
+# Fields that an answer of status 400 may name, and the options of the endpoint that put them into the body.
 _OPTIONS_OF = {
     "continuous_usage_stats": ("continuous_usage",),
     "ignore_eos": ("ignore_eos",),
@@ -74,7 +74,7 @@ class Server:
 
     @property
     def about(self) -> dict[str, Any]:
-        """For results."""
+        """What results say about the server."""
         model = self.endpoint.model or ""
         return {"name": self.name, "version": self.version, "model": model, "max_model_len": self.max_model_len}
 
@@ -176,7 +176,7 @@ def _chosen(wanted: str | None, cards: list[dict[str, Any]]) -> str:
 
 
 async def _kind(asker: Asker, cards: list[dict[str, Any]]) -> str:
-    """By who owns the first model, as each of these servers says; else by what only one of them has."""
+    """The kind of server, from the owner of its first model, or from what only one kind has."""
     owner = str(cards[0].get("owned_by", "")).lower() if cards else ""
     if owner in _VERSION_AT:
         return owner
@@ -217,7 +217,7 @@ async def _takes_token_ids(asker: Asker, endpoint: Endpoint) -> bool:
 
 
 def _tokenize_body(kind: str, model: str, prompt: Prompt, is_chat: bool = False) -> dict[str, Any] | None:
-    """Of /tokenize; None when the server's has no form for this prompt."""
+    """The body of a request to /tokenize; None when that of the server cannot take this prompt."""
     if prompt.token_ids is not None:
         return None
     if kind == "llamacpp":
@@ -245,7 +245,7 @@ async def negotiate(asker: Asker, wanted: Endpoint) -> tuple[Endpoint, RequestRe
         reply = await _ask(asker, candidate, GREETING, max_tokens=2)
         if reply.status not in _REFUSED or reply.failure is None:
             break
-        weaker = _without(candidate, reply.failure.message)
+        weaker = _reduced(candidate, reply.failure.message)
         if weaker is None:
             raise BenchError(f"the server refuses {_asked_for(candidate)} ({reply.failure.message})")
         candidate = weaker
@@ -284,7 +284,7 @@ async def _ask(asker: Asker, endpoint: Endpoint, prompt: Prompt, max_tokens: int
     return await asker.ask("POST", endpoint.route, fields)
 
 
-def _without(endpoint: Endpoint, said: str) -> Endpoint | None:
+def _reduced(endpoint: Endpoint, said: str) -> Endpoint | None:
     """The endpoint without what a refusal names, or without all that may be refused; None when nothing is left."""
     if "max_completion_tokens" in said and endpoint.max_tokens_field == "max_tokens":
         return dataclasses.replace(endpoint, max_tokens_field="max_completion_tokens")

@@ -1,4 +1,4 @@
-"""From a planned request to the bytes of its body."""
+"""Make the body of a planned request, as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def as_text(prompt: Prompt) -> str | tuple[int, ...]:
-    """`prompt` of /v1/completions."""
+    """The field `prompt` of /v1/completions."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return prompt.token_ids or prompt.text or ""
@@ -62,10 +62,10 @@ class BodyBuilder:
         elif self._api == "completions":
             asked = {"prompt": as_text(prompt), self._max_tokens_field: max_tokens}
         else:
-            asked = self._of_texts(as_texts(prompt))
+            asked = self._text_fields(as_texts(prompt))
         return {**asked, **self._fields, **extra_body}
 
-    def _of_texts(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
+    def _text_fields(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
         if self._api == "embeddings":
             return {"input": texts if len(texts) > 1 else texts[0]}
         query, documents = texts[0], texts[1:] or texts
@@ -74,7 +74,7 @@ class BodyBuilder:
         return {"query": query, "documents": documents}
 
     def body(self, planned: PlannedRequest, prompt: Prompt | None = None) -> bytes:
-        """JSON. `prompt` takes the place of the plan's."""
+        """The body in JSON. `prompt` takes the place of the planned one."""
         return _encoder.encode(
             self.fields(planned.prompt if prompt is None else prompt, planned.output_tokens, planned.extra_body)
         )

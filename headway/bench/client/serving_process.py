@@ -80,7 +80,7 @@ def _sockets() -> Iterator[_Socket]:
 
 
 def socket_end(text: str) -> tuple[IP, int]:
-    """From "0100007F:1F90": words of 4 bytes in the machine's order, then the port."""
+    """Parse an address like "0100007F:1F90": words of 4 bytes in the machine's order, then the port."""
     digits, _, port = text.partition(":")
     words = bytes.fromhex(digits)
     packed = b"".join(socket.htonl(int.from_bytes(words[i : i + 4])).to_bytes(4) for i in range(0, len(words), 4))

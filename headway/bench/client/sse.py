@@ -25,7 +25,7 @@ class EventParser:
     """
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # of an event whose end has not come, with \n as the only line end
+        self._rest = bytearray()  # the start of an event whose end has not come, with \n as the only line end
         self._after_cr = False
 
     def feed(self, data: bytes) -> list[Event]:

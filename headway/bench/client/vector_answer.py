@@ -22,7 +22,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """Of a list of embeddings, scores or rankings; a vector stays as it is written."""
+    """An entry in a list of embeddings, scores or rankings. A vector stays in JSON, as it was sent."""
 
     embedding: msgspec.Raw = msgspec.Raw(b"")
     score: float | None = None
@@ -67,10 +67,10 @@ class VectorAnswer(Receiver):
         self._pieces.append(data)
 
     def settle(self) -> None:
-        """Nothing is known of an answer that failed in the middle."""
+        """Do nothing: nothing is known of an answer that failed in the middle."""
 
     def failure(self, now_ns: int) -> Failure | None:
-        """Of a response that came to its end; None when it was an answer."""
+        """How a response failed that has ended; None when it was an answer."""
         record, body = self.record, b"".join(self._pieces)
         record.end_ns = self._last_ns or now_ns
         if not 200 <= self.status < 300:

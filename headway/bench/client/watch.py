@@ -63,11 +63,11 @@ class LoopWatch:
         self._waited_ns += waited_for_core_ns()
 
     def health(self, records: Sequence[RequestRecord], start_lag_ms: list[float]) -> ClientHealth:
-        """What was seen while it was entered, judged against the latencies of the run.
+        """The health of the client between entry and exit, judged against the latencies of the run.
 
         Args:
-            records: of the run.
-            start_lag_ms: for each request, how long after it could start it was sent.
+            records: the records of the run.
+            start_lag_ms: the time of each request from when it could start until it was sent.
         """
         seconds = max((self._ended_ns - self._began_ns) / 1e9, 1e-9)
         health = ClientHealth(

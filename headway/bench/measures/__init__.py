@@ -1,1 +1,1 @@
-"""From records of requests to numbers that can be defended."""
+"""Makes numbers that can be defended from the records of requests."""

@@ -25,7 +25,7 @@ _EXACT = 400  # distinct values; more are put in bins
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of b - a and b / a, between two runs. Intervals are for each on its own; None where there is no ratio."""
+    """Intervals of the difference b - a and the ratio b / a of two runs; None where there is no ratio."""
 
     low: float
     high: float
@@ -98,7 +98,7 @@ def _edges(values: np.ndarray, share: float) -> np.ndarray:
 
 
 def estimate(a: np.ndarray, b: np.ndarray, observed: float, freedom: float, confidence: float) -> Estimate:
-    """From replicates of a statistic in both runs, of shape (resamples,), paired row by row where the draws were.
+    """Estimate from replicates of a statistic in both runs, shape (resamples,), paired row by row where the draws were.
 
     The interval is the expanded percentile interval (Hesterberg 2015): as much further out as Student's t is than the
     normal, for `freedom` + 1 independent blocks. The p-value is the share of resamples on the other side of zero, on

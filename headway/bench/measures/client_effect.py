@@ -20,7 +20,7 @@ from headway.bench.measures.latencies import Latencies, Since
 from headway.bench.measures.numbers import Distribution, Percentile
 from headway.bench.record import ClientHealth, RequestRecord
 
-SPOILT = 0.10  # of a figure
+SPOILT = 0.10  # share of a figure
 READ_BYTES_PER_MS = 16_000  # streams with a token per chunk are read at 16 MB/s of a core
 FULL_CORE = 0.9  # work then queues for about ten times as long as it takes (1 / (1 - share))
 FROM_SCHEDULE = frozenset({"ttft_ms", "e2el_ms", "normalized_latency_ms"})
@@ -28,7 +28,7 @@ FROM_SCHEDULE = frozenset({"ttft_ms", "e2el_ms", "normalized_latency_ms"})
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """What the client does late at a percentile, in ms: sending a request, and reading what has come."""
+    """How late the client is at a percentile, in ms: when it sends a request, and when it reads what has come."""
 
     send_ms: float
     read_ms: float
@@ -39,7 +39,7 @@ class Delay:
         return cls(_quantile(client.start_lag_ms, p), max(_quantile(client.loop_lag_ms, p), unread_ms))
 
     def added_ms(self, metric: str, since: Since, tokens: float) -> float:
-        """To a latency of answers with so many tokens on average."""
+        """Milliseconds that the client adds to a latency, if answers have `tokens` tokens on average."""
         sent = self.send_ms if since == "schedule" and metric in FROM_SCHEDULE else 0.0
         if metric == "normalized_latency_ms":
             return (sent + self.read_ms) / max(tokens, 1.0)
@@ -47,7 +47,7 @@ class Delay:
 
 
 def _quantile(values: Sequence[float], p: float) -> float:
-    """By nearest rank; 0 of nothing."""
+    """The percentile `p` by nearest rank; 0 if there are no values."""
     return float(np.percentile(values, p, method="inverted_cdf")) if len(values) else 0.0
 
 
@@ -57,8 +57,8 @@ def with_client(
     """The distributions, each percentile with what the client may have added to it.
 
     Args:
-        found: by metric.
-        tokens: of an answer, on average.
+        found: the distribution of each metric.
+        tokens: the tokens of an answer, on average.
     """
     delays = {claim.p: Delay.of(client, claim.p) for each in found.values() for claim in each.percentiles}
     return {
@@ -86,8 +86,8 @@ def reasons(client: ClientHealth, records: Iterable[RequestRecord], waited_share
     """Why the run as a whole is not valid, a sentence each; none where it is.
 
     Args:
-        client: with everything but its reasons.
-        records: of the run.
+        client: the client's health, with everything but its reasons.
+        records: the records of the run.
         waited_share: part of the run in which the client was ready to run and had no core.
     """
     latencies = Latencies.of(records)

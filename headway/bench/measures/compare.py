@@ -1,4 +1,4 @@
-"""Which differences between two runs are real, and which are noise."""
+"""Tells which differences between two runs are real, and which are noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.bench.measures.slo import Objectives
 from headway.bench.option_values import check_objectives, parse_goodput
 from headway.bench.record import RunResult
 
-_ENOUGH_RUNS = 3  # of each side, to see how runs differ among themselves
+_ENOUGH_RUNS = 3  # runs of each side that show how runs differ among themselves
 _WORKLOAD = ("seed", "dataset_name", "dataset_path")  # settings that make two workloads the same
 
 
@@ -61,11 +61,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of two runs, or of several of each side.
+    """The comparison of side a with side b, each of one or several runs.
 
     Args:
         differences: in a fixed order, metric by metric.
-        runs: of a and of b.
+        runs: the number of runs on side a, and on side b.
         paired: request by request (one run each), or run by run with the same seeds.
         method: how the intervals came about, in words.
         settings: those in which the sides differ: {"request_rate": (4.0, 8.0)}; a tuple of values for several runs.
@@ -104,8 +104,8 @@ def compare(
     Args:
         objectives, objectives_by_class: in ms, for both sides. Without the former it is the setting `goodput` where
             all runs have the same; without any there is no attainment.
-        confidence: of each interval; the chance that any verdict "real" is wrong is at most 1 - confidence.
-        resamples, seed: of the bootstrap. The same seed gives the same verdicts.
+        confidence: that of each interval. The chance that any verdict "real" is wrong is at most 1 - confidence.
+        resamples, seed: the number of resamples, and the seed of the bootstrap. The same seed gives the same verdicts.
 
     Raises:
         BenchError: a number of runs that cannot be compared, or runs without completed requests.
@@ -265,7 +265,7 @@ def _by_requests(
             difference = _refused(each, [a], [b])
             if each in drawn[0] and difference.a is not None and difference.b is not None:
                 moved = difference.b - difference.a
-                difference = _with(
+                difference = _with_estimate(
                     difference, moved, estimate(drawn[0][each], drawn[1][each], moved, freedom, confidence)
                 )
             found.append(difference)
@@ -299,13 +299,13 @@ def _by_runs(
         if difference.a is not None and difference.b is not None:
             values = [np.array([run.value(each) for run in runs], dtype=float) for runs in (a, b)]
             result = run_test(values[0], values[1], paired, confidence)
-            difference = _with(difference, difference.b - difference.a, result)
+            difference = _with_estimate(difference, difference.b - difference.a, result)
         found.append(difference)
     return found, "paired t-test over the runs of each seed" if paired else "Welch's t-test over the runs"
 
 
 def _refused(statistic: Statistic, a: list[RunStatistics], b: list[RunStatistics]) -> Difference:
-    """Without a verdict yet: the values as far as they can be claimed, as means over the runs of a side."""
+    """A difference without a verdict: the values as far as they can be claimed, as means over the runs of a side."""
     values: list[float | None] = []
     for runs in (a, b):
         known = [value for run in runs if (value := run.value(statistic)) is not None]
@@ -314,7 +314,7 @@ def _refused(statistic: Statistic, a: list[RunStatistics], b: list[RunStatistics
     return Difference(statistic.metric, statistic.name, values[0], values[1], needs=max(needs, default=None))
 
 
-def _with(difference: Difference, moved: float, result: Estimate) -> Difference:
+def _with_estimate(difference: Difference, moved: float, result: Estimate) -> Difference:
     ratio = difference.b / difference.a if difference.a and difference.b is not None else None
     return replace(difference, difference=moved, ratio=ratio, **asdict(result))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 
 def autocovariance(series: np.ndarray) -> np.ndarray:
-    """Of lags 0 .. n - 1, each divided by n (so that the sequence is positive definite). Shape as the series'."""
+    """The autocovariance at lags 0 .. n - 1, shape (n,). It is divided by n, to be positive definite."""
     n = len(series)
     centred = np.asarray(series, dtype=float) - np.mean(series)
     size = 1 << (2 * n - 1).bit_length()
@@ -52,8 +52,8 @@ def effective_count(values: np.ndarray, groups: np.ndarray | None = None) -> flo
 
     Args:
         values: in arrival order.
-        groups: for each value the number of the group (the request) that it belongs to, rising in arrival order of
-            the groups. Values of a group depend on each other, and so do neighbouring groups.
+        groups: the number of the group (the request) that each value belongs to, rising in arrival order of the groups.
+            Values of a group depend on each other, and so do neighbouring groups.
     """
     n = len(values)
     if n == 0:

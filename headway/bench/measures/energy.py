@@ -22,7 +22,7 @@ class Counter:
     """One counter of energy.
 
     Args:
-        name: of what it measures.
+        name: the name of what it measures.
         joules: reads it; raises OSError when it cannot.
         range_joules: where it starts again from 0; None when it does not.
     """

@@ -20,17 +20,17 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of the completed requests, in the order in which they were due. Milliseconds; NaN where there is no such latency.
+    """Latencies of the completed requests, in the order in which they were due.
 
-    Arrays of shape (requests,) unless said otherwise:
+    Milliseconds; NaN where there is no such latency. Arrays have the shape (requests,) unless said otherwise:
 
     Args:
         records: the completed requests themselves.
-        start_lag_ms: from when it was due until it was sent.
-        ttft_ms: from the send to the first token; NaN where nothing is generated (vectors, scores).
-        e2el_ms: from the send to the last token, or the end of an answer without tokens.
+        start_lag_ms: the time from when it was due until it was sent.
+        ttft_ms: the time from the send to the first token; NaN where nothing is generated (vectors, scores).
+        e2el_ms: the time from the send to the last token, or the end of an answer without tokens.
         tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
-        output_tokens: by the server's `usage`, else by chunks.
+        output_tokens: their number by the server's `usage`, else by chunks.
         itl_ms: shape (gaps,), the gaps between chunks that brought tokens, of all requests.
         itl_request: shape (gaps,), the position in `records` that each gap belongs to.
     """

@@ -97,8 +97,8 @@ class Summary:
         from_schedule, from_send: metric to distribution, latency counted from when a request was due (no
             coordinated omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms,
             normalized_latency_ms (E2EL per output token). tpot_ms and itl_ms are the same in both.
-        phases_ms: by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
-        failures: by kind.
+        phases_ms: the times by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
+        failures: the failures by kind.
         cancelled: requests that their own clients gave up, as planned; they have not failed.
         resent: requests that were sent again on a new connection, answered or not.
         rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
@@ -129,5 +129,5 @@ class Summary:
 
     @property
     def refused(self) -> int:
-        """Of the failed requests those that met a limit which the server keeps on purpose."""
+        """The number of failed requests that the server refused because of one of its limits."""
         return self.failures.get(FailureKind.REFUSED, 0)

@@ -28,7 +28,7 @@ def distribution(
         percentiles: each 0 < p < 100.
         groups: shape (n,), for each value the request it belongs to, rising in arrival order; None when every value
             is a request of its own. Below the number of requests that their P50 takes, no claim is made.
-        confidence: of each interval, two-sided.
+        confidence: the confidence of each interval, two-sided.
     """
     values = np.asarray(values, dtype=float)
     if not len(values):
@@ -77,8 +77,8 @@ def _percentile(
 def _edge_of_tail(p: float, point: float, ordered: np.ndarray) -> float:
     """Where to cut the values in two so that their order shows how the tail beyond `p` clusters.
 
-    At the percentile itself, but with at least 50 values on the thinner side: a handful says nothing of dependence,
-    and further in, dependence is rather stronger, which errs on the side of refusing.
+    It is the percentile itself, but there are at least 50 values on the thinner side: a handful says nothing of
+    dependence. Further in, dependence is rather stronger, which errs on the side of refusing.
     """
     n = len(ordered)
     thin = min(50, n // 2)

@@ -1,4 +1,4 @@
-"""Where the server says that the time of requests went: the phases of its ledger (docs/ledger.md), beside the client's.
+"""The phases of requests by the server's ledger (docs/ledger.md), beside those of the client.
 
 A request's time is divided without a gap: `start_lag` from when it was due until it was sent, the server's phases, and
 `network_and_client`, what neither covers: connecting, the network, the server's socket and this client.
@@ -29,7 +29,7 @@ BEFORE_FIRST_TOKEN = (
 
 START_LAG = "start_lag"
 NETWORK_AND_CLIENT = "network_and_client"
-SERVER_REST = "server_rest"  # of TTFT: transport, schedule and sampling until the first token
+SERVER_REST = "server_rest"  # the part of TTFT for transport, schedule and sampling until the first token
 
 MEDIAN = (45.0, 55.0)
 SLOWEST = (99.0, 100.0)
@@ -70,7 +70,7 @@ def phase_lengths(records: Iterable[RequestRecord]) -> dict[str, Floats]:
 def phase_composition(
     records: Iterable[RequestRecord], low: float, high: float, metric: Metric = "e2el"
 ) -> dict[str, float]:
-    """What the latency of the requests between two percentiles of it is made of.
+    """The parts that make up the latency of requests between two of its percentiles.
 
     Args:
         low, high: percentiles, 0 to 100, of the latency from the schedule, among completed requests with a ledger.

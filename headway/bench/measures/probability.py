@@ -31,21 +31,21 @@ def log_beta(a: float, b: float) -> float:
 
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
-    c, d = 1.0, 1.0 / _away_from_zero(1.0 - (a + b) * x / (a + 1.0))
+    c, d = 1.0, 1.0 / _nonzero(1.0 - (a + b) * x / (a + 1.0))
     fraction = d
     for m in range(1, 100_000):
         even = m * (b - m) * x / ((a + 2 * m - 1.0) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1.0))
         for term in (even, odd):
-            d = 1.0 / _away_from_zero(1.0 + term * d)
-            c = _away_from_zero(1.0 + term / c)
+            d = 1.0 / _nonzero(1.0 + term * d)
+            c = _nonzero(1.0 + term / c)
             fraction *= c * d
         if abs(c * d - 1.0) < 1e-15:
             break
     return fraction
 
 
-def _away_from_zero(x: float) -> float:
+def _nonzero(x: float) -> float:
     return x if abs(x) > _TINY else _TINY
 
 
@@ -71,7 +71,7 @@ def t_tail(t: float, df: float) -> float:
 
 
 def t_quantile(confidence: float, df: float) -> float:
-    """t with P(|T| <= t) = confidence."""
+    """The t for which P(|T| <= t) = confidence."""
     x = beta_quantile(1.0 - confidence, 0.5 * df, 0.5)
     return math.sqrt(df * (1.0 - x) / x) if x > 0.0 else math.inf
 

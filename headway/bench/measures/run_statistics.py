@@ -46,11 +46,11 @@ class RunStatistics:
 
     Args:
         samples: metric to (values, unit), shapes (n,): latencies from the schedule.
-        distributions: of the same metrics.
+        distributions: the distributions of the same metrics.
         completion_gap_s, completion_tokens: in the order of completion, the time since the completion before and the
             output tokens; shape (completed,).
-        met: of the judged requests, 1.0 for those that met their objectives.
-        rates: of the whole run.
+        met: 1.0 for each judged request that met its objectives, 0.0 for others.
+        rates: the rates of the whole run.
         latency_units: requests that have a latency here.
     """
 
@@ -95,7 +95,7 @@ class RunStatistics:
         )
 
     def units(self, family: str) -> int:
-        """How many requests are drawn from."""
+        """The number of requests that draws are made from."""
         return {LATENCY: self.latency_units, COMPLETION: len(self.completion_gap_s), JUDGED: len(self.met)}[family]
 
     def series(self) -> list[np.ndarray]:

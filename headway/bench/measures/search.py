@@ -45,7 +45,7 @@ class SearchResult:
         stop, reason: why the search ended, for programs and for people.
         warnings: probes that contradict each other.
         fitted: (rate, attainment) by rising rate, the nearest curve that never rises (isotonic regression).
-        confidence: that `rate` holds, where misses that come together are within one block of its trial.
+        confidence: the confidence that `rate` holds, where misses that come together are within one block of its trial.
     """
 
     rate: float | None
@@ -69,7 +69,7 @@ class SearchOptions:
     """
     Args:
         target: share of requests that must meet their objectives.
-        confidence: of the interval that must lie on one side of the target before a rate is judged.
+        confidence: the confidence of the interval that must lie on one side of the target before a rate is judged.
         tolerance: the search ends when the bounds are closer than this, as a share.
         stall_s: misses within so many seconds may be one event: the claim must survive stalls of this length.
         max_samples: requests at one rate, after which it is left undecided; None is six times the fewest that could

@@ -34,7 +34,7 @@ def missed_objectives(
     by_class: Mapping[str, Objectives] | None = None,
     since: Since = "schedule",
 ) -> dict[int, tuple[str, ...]]:
-    """By index of the request: which objectives it missed, "failed" among them; () when it met all.
+    """Which objectives each request missed, by its index; () when it met all. A failed request missed "failed".
 
     Requests without objectives are left out. So are those that were abandoned when the run was interrupted, or given up
     by their client, and might still have met theirs. An answer of one token, or that came in one chunk, meets any TPOT.
@@ -94,7 +94,7 @@ def attainment(
         duration_s: seconds that the goodput is counted over.
         by_class: objectives of classes that have their own; `objectives` are those of all other requests.
         since: latencies count from when requests were due, or from their send (as `vllm bench serve` does).
-        confidence: of the interval around the share that met, which allows for requests that depend on each other.
+        confidence: that of the interval around the share that met, which allows for requests that depend on each other.
 
     Returns:
         None where no request has objectives. The keys of Attainment.objectives are `ttft` and so on, and

@@ -19,21 +19,21 @@ from headway.bench.measures.probability import t_tail
 from headway.bench.record import RequestRecord
 
 OVERLOAD = "the offered load exceeds what the server can do"
-_BATCH = 5  # of MSER-5
-_LONGEST_RAMP_UP = 0.5  # of the requests
-_CLOSE = 0.05  # of its level: a series that close has reached it
+_BATCH = 5  # the batch of MSER-5
+_LONGEST_RAMP_UP = 0.5  # share of the requests
+_CLOSE = 0.05  # share of its level: a series that close has reached it
 _MIN_INDEPENDENT = 5  # how often the window must be longer than the series' memory
 _CERTAIN = 3.0  # standard deviations
 _MIN_REQUESTS = 30  # in the window
 _DOUBT = 0.01 / 4  # chance of taking noise for a trend: 1 % over the four series
-_NOTICEABLE = 0.25  # of the level: less drift over the window than that is no trend worth the name
-_AT_ONCE = 0.01  # of the run
-_LONGEST_REQUEST = 0.25  # of the schedule, by the median
+_NOTICEABLE = 0.25  # share of the level: less drift over the window is no trend worth the name
+_AT_ONCE = 0.01  # share of the run
+_LONGEST_REQUEST = 0.25  # share of the schedule, by the median
 
 
 @dataclass(frozen=True, slots=True)
 class _Trend:
-    """Of a straight line through a series, `per_s` in the series' unit."""
+    """A straight line through a series. `per_s` is its slope, in the series' unit per second."""
 
     per_s: float
     drift: float  # over the whole window, of the level
@@ -46,11 +46,11 @@ class _Trend:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """What is watched over the requests in the order in which they were due; NaN where a request has no such value."""
+    """A figure of each request, in the order in which they were due; NaN where a request has no such value."""
 
     name: str
     values: np.ndarray
-    words: Callable[[float], str]  # of a slope
+    words: Callable[[float], str]  # describes a slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def find_steady_window(records: Iterable[RequestRecord], began_ns: int, ended_ns
     """The steady state of a run, for open and closed loops.
 
     Args:
-        records: of the run, in any order; those that never became due are left out.
-        began_ns, ended_ns: of the run.
+        records: the records of the run, in any order; those that never became due are left out.
+        began_ns, ended_ns: the begin and the end of the run.
 
     Returns:
         A window [began_ns, ended_ns) of times at which requests were due. Where there is no steady state it is the
@@ -169,7 +169,7 @@ def _arrival_trend(scheduled: np.ndarray) -> _Trend | None:
     trend = np.polyval(np.polyfit(np.arange(len(ranks)), ranks, 1), np.arange(len(ranks)))  # a ramp is no cluster
     spread = float(np.std(gaps) / np.mean(gaps)) * math.sqrt(autocorrelation_time(ranks - trend))
     score = middle * math.sqrt(12.0 * len(gaps)) / max(spread, 1e-9)
-    drift = 12.0 * middle  # of a rate that changes evenly, over the mean rate
+    drift = 12.0 * middle  # the drift of a rate that changes evenly, over the mean rate
     rate = len(gaps) / span * 1e9
     return _Trend(per_s=drift * rate / (span / 1e9), drift=drift, p_value=math.erfc(abs(score) / math.sqrt(2.0)))
 
@@ -226,7 +226,7 @@ def _start(run: _Run) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """What speaks against an equilibrium; an empty text when nothing does."""
+    """Evidence against an equilibrium. The text is empty when there is none."""
 
     text: str = ""
     certain: bool = False
@@ -248,12 +248,12 @@ def _growth(run: _Run, first: int) -> _Finding:
             return _Finding(_describe(series, trend, backlog), certain=True, upwards=trend.per_s > 0)
         independent = np.sum(known) / autocorrelation_time(_ranks(values[known]))
         if independent < _MIN_INDEPENDENT and not finding.text:
-            way = _way(series, trend) if noticeable else f"{series.name} wanders"
+            way = _trend_text(series, trend) if noticeable else f"{series.name} wanders"
             finding = _Finding(f"{way}, too slowly to judge in this time: the run is too short")
     return finding
 
 
-def _way(series: _Series, trend: _Trend) -> str:
+def _trend_text(series: _Series, trend: _Trend) -> str:
     return f"{series.name} {'grows' if trend.per_s > 0 else 'falls'} by {series.words(trend.per_s)} per second"
 
 
@@ -264,7 +264,7 @@ def _describe(series: _Series, trend: _Trend, backlog: bool) -> str:
         why = OVERLOAD
     else:
         why = "the server, or the machine that it runs on, became slower"
-    return f"{_way(series, trend)}: {why}"
+    return f"{_trend_text(series, trend)}: {why}"
 
 
 def _backlog_grows(run: _Run, first: int) -> bool:

@@ -77,10 +77,10 @@ def summarise(
     Args:
         window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
             or a window that was not found, is the whole run.
-        part: of the requests with this class_name or tenant only; None is all.
+        part: only requests with this class_name or tenant count; None is all.
         percentiles: 0 < p < 100, of every distribution.
         objectives, objectives_by_class: in ms, see `slo.attainment`.
-        price_per_hour: of the machine. There is no cost of a part: all share the machine.
+        price_per_hour: the price of the machine. There is no cost of a part: all share the machine.
 
     Returns:
         Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.
@@ -130,7 +130,7 @@ def _records_and_rates(
 
 
 def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
-    """None without a price or without tokens."""
+    """The price of a million tokens; None without a price or without tokens."""
     if price_per_hour is None or tokens_per_s <= 0:
         return None
     return cost_per_million(price_per_hour, tokens_per_s)

@@ -13,7 +13,7 @@ SECOND_NS = 1_000_000_000
 
 
 def whole_run_rates(records: Sequence[RequestRecord], began_ns: int, ended_ns: int) -> dict[str, float]:
-    """What the completed requests brought, over the whole run. Keys are those of Summary.rates."""
+    """Rates of the completed requests over the whole run. Keys are those of Summary.rates."""
     completed = [record for record in records if record.ok]
     output = sum(record.tokens for record in completed)
     prompt = sum(prompt_tokens(record) for record in completed)
@@ -35,7 +35,7 @@ def window_rates(records: Sequence[RequestRecord], began_ns: int, ended_ns: int)
 
 
 def prompt_tokens(record: RequestRecord) -> int:
-    """By the server's `usage`, else what was planned."""
+    """Tokens of the prompt by the server's `usage`, or as planned if it has none."""
     if record.prompt_tokens is not None:
         return record.prompt_tokens
     return record.planned_prompt_tokens or 0

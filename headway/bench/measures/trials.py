@@ -37,7 +37,7 @@ class ProbeOutcome:
         offered: False when the client was the limit, so that the server did not see this load: it counts as failed.
         client: why misses may be this client's and not the server's; empty where they are not. What was met was met, as
             a client only ever adds to latencies.
-        reason: for steady or valid being False.
+        reason: the reason for steady or valid being False.
     """
 
     rate: float
@@ -56,8 +56,8 @@ class Trial:
     Args:
         low, high: interval of the attainment that holds at every look, see `anytime_interval`.
         block: requests that are taken to miss together; they count as one sample.
-        seconds: that its probes took, by the clock of the search; of a simulation, how long it ran.
-        reason: for being undecided, where there is more to say than that.
+        seconds: seconds that its probes took, by the clock of the search; of a simulation, how long it ran.
+        reason: the reason for being undecided, where there is more to say than that.
     """
 
     rate: float

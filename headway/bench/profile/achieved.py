@@ -36,17 +36,17 @@ class Achieved:
 
     @property
     def flops_share(self) -> float:
-        """Of the peak rate of products."""
+        """The achieved share of the peak rate of products."""
         return self.flops / (self.measured_ms / 1e3) / self.flops_per_s
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the peak rate of reads."""
+        """The achieved share of the peak rate of reads."""
         return self.kept_bytes / (self.measured_ms / 1e3) / self.bytes_per_s
 
     @property
     def share(self) -> float:
-        """Of what the machine allows: 1 is the floor."""
+        """The achieved share of what the machine allows: 1 if the step takes the floor of its time."""
         return self.floor_ms / self.measured_ms
 
     @property
@@ -61,7 +61,7 @@ class Achieved:
 
 
 def prefill_work(model: ProfiledModel, prompt_tokens: int) -> Work:
-    """Of a whole prompt in one pass."""
+    """The work of a whole prompt in one forward pass."""
     return total(step_work(model.shape, [Chunk(prompt_tokens)], model.precision).values())
 
 
@@ -80,7 +80,7 @@ def decode_work(model: ProfiledModel, prompt_tokens: int, output_tokens: int) ->
 def prefill_achieved(
     model: ProfiledModel, peaks: MachinePeaks, prompt_tokens: int, measured_ms: float
 ) -> Achieved | None:
-    """None where nothing was measured."""
+    """What the prefill achieved; None if it was not measured."""
     work = prefill_work(model, prompt_tokens)
     return achieved(model, peaks, work.flops, work.kept_bytes, measured_ms) if measured_ms > 0 else None
 
@@ -88,7 +88,7 @@ def prefill_achieved(
 def decode_achieved(
     model: ProfiledModel, peaks: MachinePeaks, prompt_tokens: int, output_tokens: int, measured_ms: float
 ) -> Achieved | None:
-    """Of the mean step after the first token, which took `measured_ms`; None where there was none."""
+    """What the mean step after the first token achieved in its `measured_ms`; None without such a step."""
     if output_tokens < 2 or measured_ms <= 0:
         return None
     flops, kept_bytes = decode_work(model, prompt_tokens, output_tokens)

@@ -187,7 +187,7 @@ def roofline(result: ProfileResult) -> Figure:
 
 
 def _spots(achieved: Mapping[int, Achieved | None]) -> list[Spot]:
-    """By tokens of the prompt, in GFLOP/s."""
+    """A spot for each prompt length, named by its tokens, at its GFLOP/s."""
     return [
         Spot(f"{tokens:,}", each.intensity, each.flops / each.measured_ms / 1e6, MARKER_AREA)
         for tokens, each in achieved.items()
@@ -225,7 +225,7 @@ def model_loading(stages: Mapping[str, float], total_s: float) -> Figure:
 
 
 def _short(tokens: int) -> str:
-    """65,536 as 64K."""
+    """A number of tokens in short, such as 64K for 65,536."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
 
 

@@ -34,7 +34,7 @@ class Startup:
     """What the server said when it was ready.
 
     Args:
-        seconds: from the start of its process.
+        seconds: seconds from the start of its process.
         api_stages: seconds of the API process's own stages.
     """
 
@@ -66,10 +66,10 @@ class LocalServer:
     process dies without having been able to.
 
     Args:
-        arguments: of `headway serve`; host and port are chosen here.
-        timeout_s: for it to become ready.
+        arguments: the arguments of `headway serve`; host and port are chosen here.
+        timeout_s: the longest time for it to become ready.
         on_line: hears what it writes on stderr while it starts.
-        command: that the arguments are given to.
+        command: the command that the arguments are given to.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LocalServer:
         if self._ready.is_set():
             return
         if self._reading.done():
-            raise BenchError(self._why_it_ended(await self._process.wait()))
+            raise BenchError(self._start_error(await self._process.wait()))
         limit = f"{self._timeout_s:g} s"
         raise BenchError(f"the server was not ready after {limit}; raise --ready-timeout ({self._last_words()})")
 
@@ -146,7 +146,7 @@ class LocalServer:
     def _last_words(self) -> str:
         return f"last words: {' '.join(self._lines[-1].split())}" if self._lines else "it said nothing"
 
-    def _why_it_ended(self, code: int) -> str:
+    def _start_error(self, code: int) -> str:
         said = [line.removeprefix("headway: ") for line in self._lines if line.startswith("headway: ")]
         return f"the server did not start: {said[-1] if said else f'it ended with code {code}, {self._last_words()}'}"
 

@@ -22,12 +22,12 @@ class ProfiledModel:
     """What is served.
 
     Args:
-        dtype: that it runs in: float32, bfloat16 or float16.
-        checkpoint_bytes: of its weight files; 0 where it has none (--load-format dummy).
+        dtype: the dtype that it runs in: float32, bfloat16 or float16.
+        checkpoint_bytes: the bytes of its weight files; 0 where it has none (--load-format dummy).
         max_model_len: the context that is served where nothing else is asked for and the cache has room.
         kv_cache_dtype: auto (dtype) or int8, with a float32 scale for each token and head.
-        quantization, head_quantization: of the layers' matrices and of the head, as `headway serve` multiplies them;
-            docs/quantization.md says what each keeps.
+        quantization, head_quantization: those of the layers' matrices and of the head, as `headway serve` multiplies
+            them; docs/quantization.md says what each keeps.
     """
 
     name: str

@@ -14,7 +14,7 @@ from headway.flags import Flag
 
 # Document 000 measured up to 400 tokens.
 DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)
-OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # of the server that is profiled
+OWN_ARGUMENTS = ("--host", "--port", "--served-model-name", "--api-key")  # flags that the profiler sets itself
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
@@ -25,7 +25,7 @@ class ProfileOptions(ModelOptions):
     Args:
         prompt_lens: None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
         output_len: at least 2, as the first token comes from the prompt's step.
-        percentiles: of TTFT, TPOT and TTLT.
+        percentiles: the percentiles of TTFT, TPOT and TTLT.
         result_name: an existing folder of that name is replaced.
     """
 

@@ -27,9 +27,9 @@ class LengthProfile:
     """Requests of one prompt length.
 
     Args:
-        prompt_tokens: by the server's count, the median of the requests.
+        prompt_tokens: the median over requests, by the server's count.
         latencies: ttft_ms, tpot_ms and ttlt_ms (time to last token), from the send.
-        medians_ms: of the same, however few requests there are; without those that none has.
+        medians_ms: the medians of the same, however few requests there are; without those that none has.
         stages_ms: see typical_stages.
         prefill, decode: None where the server gave no ledger. Decode is the mean step after the first token.
     """
@@ -96,17 +96,17 @@ class ProfileResult:
 
     @property
     def typical(self) -> LengthProfile | None:
-        """The length in the middle, to talk about."""
+        """The prompt length in the middle, which texts talk about."""
         return self.measured[len(self.measured) // 2] if self.measured else None
 
     @property
     def pool_bytes(self) -> int:
-        """Of the KV cache that the server made."""
+        """Bytes of the KV cache that the server allocated."""
         return self.startup.num_blocks * self.startup.block_size * self.model.kv_bytes_per_token
 
     @property
     def ok(self) -> bool:
-        """Something was measured and nothing failed."""
+        """Whether something was measured and nothing failed."""
         return bool(self.measured) and not any(each.failures for each in self.lengths)
 
     def memory_of(self, tokens: int) -> dict[str, int]:
@@ -189,7 +189,7 @@ def profile_length(
     model: ProfiledModel,
     peaks: MachinePeaks,
 ) -> LengthProfile:
-    """Of the records of one prompt length."""
+    """Make the profile of one prompt length from the records of its requests."""
     done = [record for record in records if record.ok]
     failures: dict[str, int] = {}
     for record in records:

@@ -19,7 +19,7 @@ class Stage:
     """A stage of a request.
 
     Args:
-        phases: of the ledger, that it sums.
+        phases: the phases of the ledger, that it sums.
         colour: a name of report.style.PALETTE.
         advice: what makes it shorter.
     """

@@ -36,7 +36,7 @@ def brief(result: RunResult, summaries: Sequence[Summary], claims: Claims = verd
     if whole.cost_per_million_output_tokens is not None:
         yield Line("Cost", f"{number(whole.cost_per_million_output_tokens)} per 1M output tokens")
     for name, each in part_views(summaries, "tenant"):
-        yield Line(plain(name, 12), _of_tenant(each), "bad" if each.failed > each.refused else "")
+        yield Line(plain(name, 12), _tenant_text(each), "bad" if each.failed > each.refused else "")
     for name, each in [("Objectives", view), *part_views(summaries, "class_name")]:
         if (found := each.attainment) is not None and found.total:
             tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
@@ -72,7 +72,7 @@ def _answered(result: RunResult, whole: Summary) -> str:
 
 
 def fleet_line(server: dict[str, Any]) -> Line | None:
-    """Of a simulation with several servers, or with failures; None elsewhere."""
+    """The line about the servers of a simulation that has several, or failures; None for other runs."""
     replicas, failures = server.get("replicas", 1), server.get("failures", [])
     if replicas == 1 and not any(failures):
         return None
@@ -86,7 +86,7 @@ def fleet_line(server: dict[str, Any]) -> Line | None:
     return Line("Fleet", "; ".join([said, *failed[:4]]) + more)
 
 
-def _of_tenant(view: Summary) -> str:
+def _tenant_text(view: Summary) -> str:
     said = f"{view.completed:,} of {verdict.count(view.completed + view.failed, 'request')}"
     ttft = _latency(view, "ttft_ms")
     return said + f"; refused by a limit: {view.refused:,}" * bool(view.refused) + f"; TTFT {ttft}" * bool(ttft)
@@ -150,7 +150,7 @@ def _good(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> Li
 
 
 def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> str:
-    """The one thing that helps most."""
+    """The advice that helps most, for the last line."""
     target = claims.attainment
     found = steady_or_whole(summaries).attainment
     if not any(record.ok for record in result.records):

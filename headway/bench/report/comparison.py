@@ -29,7 +29,7 @@ MORE_IS_BETTER = ("request_throughput", "output_throughput", "attainment")
 
 
 def label_of(difference: Difference) -> str:
-    """ "TTFT P99", "output tokens/s"."""
+    """Name a difference, such as "TTFT P99" or "output tokens/s"."""
     name = LABELS.get(difference.metric, difference.metric)
     if difference.statistic in ("rate", "share"):
         return name
@@ -191,7 +191,7 @@ def settings_table(comparison: Comparison) -> Table | None:
 
 
 def comparison_section(comparison: Comparison, a: str = "a", b: str = "b") -> Section:
-    """For the top of a report.
+    """The section of a comparison, for the top of a report.
 
     Args:
         a, b: what to call the two sides: their files, or labels.

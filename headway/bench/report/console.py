@@ -63,7 +63,7 @@ def print_runs(console: Console, runs: Sequence[Run], claims: Claims = verdict.U
 
 
 def print_comparison(console: Console, comparison: Comparison, a: str = "a", b: str = "b") -> None:
-    """Which differences between two sides are real: the conclusion, then the table. a and b are what to call them."""
+    """Print which differences between two sides are real: the conclusion, then the table. a and b are their names."""
     for banner in comparison_banners(comparison, a, b):
         print_banner(console, banner)
     print_table(console, comparison_table(comparison, a, b))

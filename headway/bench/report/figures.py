@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PERCENTILES = (50.0, 90.0, 99.0)
-MOST_POINTS = 600  # of a distribution's curve: more than the picture can show
+MOST_POINTS = 600  # points of a distribution's curve: more than the picture can show
 MOST_GROUPS = 8
 
 
@@ -148,7 +148,7 @@ def client_lag(client: ClientHealth) -> Figure:
 
 
 def worst_of_bins(values: Floats, most: int) -> tuple[Floats, Floats]:
-    """At most `most` points that keep every peak: the index where each bin begins, and its greatest value."""
+    """Reduce values to `most` points that keep every peak: the index where each bin begins, and its greatest value."""
     if len(values) <= most:
         return np.arange(len(values), dtype=float), values
     begins = np.linspace(0, len(values), most, endpoint=False).astype(int)

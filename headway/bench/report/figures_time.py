@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BINS = 60  # of the time of a run
+BINS = 60  # bins that the time of a run is cut into
 MOST_DOTS = 1200  # above, dots become shaded cells
 CELLS = (90, 40)
 SHADES = (0.12, 0.25, 0.45, 0.7)
@@ -40,7 +40,7 @@ def itl_over_time(records: Sequence[RequestRecord], began_ns: int, steady: Windo
 
 
 def first_latency(latencies: Latencies) -> tuple[Floats, str]:
-    """From the schedule to the first token, with its name; to the end of answers that have no tokens."""
+    """The time from the schedule to the first token, or to the end if answers have no tokens; and its name."""
     ttft = latencies.ttft("schedule")
     if np.isnan(ttft).any():
         return latencies.e2el("schedule"), "End to end (ms)"
@@ -204,7 +204,7 @@ def _shade(axes: Axes, steady: Window | None, began_ns: int) -> None:
 
 
 def _thin_steps(times: Floats, counts: Floats, most: int = 1500) -> tuple[Floats, Floats]:
-    """At most about `most` steps; the highest of those that are left out together is kept."""
+    """Reduce a curve to about `most` steps. The highest of those that are merged is kept."""
     if len(times) <= most:
         return times, counts
     begins = np.linspace(0, len(times), most, endpoint=False).astype(int)

@@ -28,7 +28,7 @@ LINE_S = 10.0
 RATE_OVER_S = 5.0
 RESERVOIR = 2000
 ENOUGH_FOR_P99 = 100
-LATE_MS = 10.0  # of the client, from where on its lag is shown as a warning
+LATE_MS = 10.0  # lag of the client from which on it is shown as a warning
 STAGES = {
     LoadStage.WARM_UP: "warming up",
     LoadStage.LOAD: "measuring",
@@ -55,7 +55,7 @@ class Reservoir:
             self.values[place] = value
 
     def quantiles(self, *shares: float) -> list[float | None]:
-        """Without interpolation; None without a value, and for a P99 of too few."""
+        """Quantiles without interpolation. One is None without a value, and for a P99 of too few values."""
         ordered = sorted(self.values)
         known = [bool(ordered) and not (share >= 0.99 and self.count < ENOUGH_FOR_P99) for share in shares]
         return [
@@ -65,7 +65,7 @@ class Reservoir:
 
 
 class LiveView(LoadListener):
-    """What the load generator tells, on a console.
+    """Shows the progress of a run on a console.
 
     Args:
         console: where to draw; standard error is the place for it. Where it is no terminal, a line every 10 s.

@@ -14,7 +14,7 @@ Group = Literal["compute", "queue", "stall", "other", "client", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a picture shows as one colour.
+    """A part of a latency, which pictures show in one colour.
 
     Args:
         phases: names of the ledger's phases (headway/policy/ledger.py) that it sums; () for the client's own.
@@ -64,7 +64,7 @@ AFTER = (
     Part("output", "making the answer", "output", "other", ("detokenize", "send")),
     Part("send_blocked", "client did not read", "send-blocked", "other", ("send_blocked",)),
 )
-# In the order in which they are drawn: the chain's, where it has one.
+# All parts in the order in which they are drawn. Where parts follow each other in time, it is that order.
 PARTS = (CLIENT, CONNECT, *BEFORE_FIRST_TOKEN, *AFTER, SERVER_REST, NETWORK, WAIT, STREAM, CLOSE, FAILED, CANCELLED)
 
 GROUP_WORDS: dict[Group, str] = {
@@ -83,7 +83,7 @@ _BY_PHASE |= {measured.START_LAG: CLIENT, measured.NETWORK_AND_CLIENT: NETWORK, 
 
 
 def part_of(phase: str) -> Part:
-    """What pictures show a phase as, one of the ledger's or the client's."""
+    """The part in which pictures show a phase of the ledger or of the client."""
     return _BY_PHASE.get(phase, SERVER_REST)
 
 
@@ -116,7 +116,7 @@ def _late(record: RequestRecord) -> int:
 
 
 def _from_outside(record: RequestRecord) -> Lengths:
-    """Of an answered request, what can be seen up to the first token without the server's word."""
+    """Parts up to the first token of an answered request, as far as the client sees them by itself."""
     connect = max(record.connected_ns - record.sent_ns, 0)
     return {CLIENT: _late(record), CONNECT: connect, WAIT: record.first_token_ns - record.sent_ns - connect}
 
@@ -133,7 +133,7 @@ class Slice:
         return sum(self.parts_ms.values())
 
     def share(self, group: Group) -> float:
-        """Of the whole, 0 to 1."""
+        """The share of the group's parts in the whole, 0 to 1."""
         mine = sum(ms for part, ms in self.parts_ms.items() if part.group == group)
         return mine / self.total_ms if self.total_ms else 0.0
 

@@ -45,7 +45,7 @@ def latency_pictures(result: RunResult, whole: Summary) -> list[Picture]:
 
 def tail_pictures(result: RunResult) -> list[Picture]:
     """What the tail is made of: the composition, and the slowest requests one by one."""
-    names = {"e2el": "E2EL"} if _of_vectors(result) else NAMES
+    names = {"e2el": "E2EL"} if _is_of_vectors(result) else NAMES
     slices = {metric: median_and_slowest(result.records, metric) for metric in names}  # type: ignore[arg-type]
     rows = [(f"{name}, {each.name}", each) for metric, name in names.items() for each in slices[metric]]
     made_of, slowest = figures_requests.composition(rows), figures_requests.slowest_requests(result.records)
@@ -67,7 +67,7 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
     records, began = result.records, result.began_ns
     steady = next((view.window for view in main_views(summaries)[1:]), None)
     caption, figure = _latency_caption(result), figures_time.latency_over_time(records, began, steady)
-    if _of_vectors(result):
+    if _is_of_vectors(result):
         found = [Picture("latency-over-time", "Latency over time", caption, figure)]
     else:
         gaps = figures_time.itl_over_time(records, began, steady)
@@ -78,7 +78,7 @@ def time_pictures(result: RunResult, summaries: Sequence[Summary]) -> list[Pictu
     return [*found, load_picture(result, steady), *server_pictures(result)]
 
 
-def _of_vectors(result: RunResult) -> bool:
+def _is_of_vectors(result: RunResult) -> bool:
     """Whether all answers are vectors or scores, without tokens."""
     answered = [record for record in result.records if record.ok]
     return bool(answered) and all(record.is_vector for record in answered)
@@ -224,7 +224,7 @@ def _timeline_caption(result: RunResult) -> str:
 
 
 def _latency_caption(result: RunResult) -> str:
-    """Of the first token; of vectors and scores, which have none, of the whole answer."""
+    """The caption about TTFT, or about the latency of whole answers if they are vectors or scores."""
     ttft, _ = figures_time.first_latency(Latencies.of(result.records))
     if not len(ttft):
         return "No request was answered."

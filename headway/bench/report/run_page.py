@@ -52,7 +52,7 @@ def comparison_page(comparison: Comparison, sides: Mapping[str, tuple[RunResult,
     """The report of a comparison.
 
     Args:
-        sides: by what it is called, one run of each side, a first, with what `summarise_all` makes of it.
+        sides: a run of each side, a first, with what `summarise_all` makes of it, by the name of the side.
     """
     a, b = sides
     first = comparison_section(comparison, a, b)
@@ -145,7 +145,7 @@ def _answered_sections(result: RunResult, summaries: Sequence[Summary]) -> list[
 
 
 def _unanswered_sections(result: RunResult) -> list[Section]:
-    """Without an answer all pictures of latency would be empty; when the requests failed is still worth seeing."""
+    """Sections of a run without an answer: pictures of latency would be empty, but one shows when requests failed."""
     if not any(record.sent_ns for record in result.records):
         return []
     found = (pictures.timeline_picture(result), pictures.load_picture(result, None))

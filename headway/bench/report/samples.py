@@ -33,7 +33,7 @@ def class_names(records: Sequence[RequestRecord]) -> list[str]:
 
 
 def sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Those that were sent and came to an end, in order of arrival."""
+    """Records of the requests that were sent and have ended, in order of arrival."""
     return sorted((each for each in records if each.sent_ns and each.end_ns), key=lambda each: each.scheduled_ns)
 
 

@@ -38,7 +38,7 @@ def search_banners(found: SearchResult, target: float = 0.99) -> tuple[Banner, .
     if claim is None:
         outcome = _nothing_proven(found, target, reason)
     else:
-        above = "" if found.above is None else f" {number(found.above)} requests/s {_why_not(found, found.above)}."
+        above = "" if found.above is None else f" {number(found.above)} requests/s {_reason(found, found.above)}."
         tone: Tone = "good" if found.stop in (Stop.PRECISE, Stop.CEILING) else "warn"
         line = f"At {number(claim.rate)} requests/s at least {wanted}.{above}"
         sure = (
@@ -81,7 +81,7 @@ def _duration(seconds: float) -> str:
     return f"{max(1, round(seconds)):,} s" if seconds < 100 else f"{round(seconds / 60):,} min"
 
 
-def _why_not(found: SearchResult, rate: float) -> str:
+def _reason(found: SearchResult, rate: float) -> str:
     trial = next((trial for trial in found.trials if trial.rate == rate), None)
     if trial is not None and trial.verdict is Verdict.FAILED and trial.client:
         return f"did not hold, but this client was late ({trial.client}): the server may do better"
@@ -182,7 +182,7 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
 
 
 def search_section(found: SearchResult, target: float = 0.99) -> Section:
-    """For the top of a report: `report_page(..., extra=[search_section(...)])`."""
+    """The section of a search, for the top of a report: `report_page(..., extra=[search_section(...)])`."""
     caption = "Each point has all requests at one rate, with an interval that holds for all looks together."
     if found.rate is not None and found.above is not None:
         caption += f" The limit is between {number(found.rate)} and {number(found.above)} requests/s."

@@ -111,7 +111,7 @@ def _cost_rows(views: Sequence[Summary]) -> list[Row]:
 
 
 def latency_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Of the whole run and of its steady state; what the columns mean is said once."""
+    """Latency tables of the whole run and of its steady state. Only the last one explains the columns."""
     found = [latency_table(view) for view in main_views(summaries) if view.from_schedule]
     return [replace(table, note="") for table in found[:-1]] + found[-1:]
 
@@ -173,7 +173,7 @@ def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
 
 
 def probe_table(summaries: Sequence[Summary]) -> Table | None:
-    """What a stranger felt; None without a probe stream."""
+    """The latencies of the probes; None without a probe stream."""
     view = probe_view(summaries)
     if view is None:
         return None
@@ -183,7 +183,7 @@ def probe_table(summaries: Sequence[Summary]) -> Table | None:
 
 
 def _apart_rows(views: Sequence[Summary]) -> list[Row]:
-    """Of views that stand beside each other: how many requests, and their latencies."""
+    """Rows with the requests and latencies of several views, one column each."""
     rows: list[Row] = [
         ("answered", [f"{view.completed:,}" for view in views]),
         *_refused_rows("refused by a limit", views),
@@ -344,7 +344,7 @@ def sweep_table(
     """A row for each run of a sweep or search, in the order given; a narrow one without intervals.
 
     Args:
-        names: of the runs; None tells them apart by their loads, which `load` is the heading of.
+        names: the names of the runs; None tells them apart by their loads, which `load` is the heading of.
     """
     rows = []
     wholes = [summaries[0] for _, summaries in runs]

@@ -17,7 +17,7 @@ from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
 
 USUAL = Claims()
-OMISSION_RATIO = 1.1  # of P99 from the schedule to that from the send, from where on the difference is pointed out
+OMISSION_RATIO = 1.1  # P99 from the schedule over that from the send; the report points larger ratios out
 OMISSION_MS = 5.0
 MOST_SPOILT_SHOWN = 4
 METRIC_NAMES = {
@@ -36,7 +36,7 @@ def count(number_: int, thing: str) -> str:
 def banners(result: RunResult, summaries: Sequence[Summary], claims: Claims = USUAL) -> tuple[Banner, ...]:
     """The verdict, the gravest first. The summaries are those of `summarise_all`: the whole run first."""
     found = [
-        _nothing(result),
+        _no_answer(result),
         _interrupted(result),
         _client_bound(result),
         _spoilt(result, summaries),
@@ -89,7 +89,7 @@ def spoilt_figures(summaries: Sequence[Summary], shown: Sequence[float] = ()) ->
 
 
 def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Banner, ...]:
-    """Of several runs of one workload: which were client-bound, and up to what load the objectives held.
+    """Say which runs of a workload were client-bound, and up to what load the objectives held.
 
     A client only ever adds to latencies, so objectives that were met by its clock were met. Only a run in which the
     client was the limit and which missed them says nothing of the server.
@@ -106,11 +106,11 @@ def of_runs(runs: Sequence[Run], target: float = USUAL.attainment) -> tuple[Bann
         if (view := steady_or_whole(summaries)).attainment is not None
         and not (result.client.bound and outcome(view.attainment, target) == "missed")
     }
-    return (*found, _up_to(attained, target)) if attained else tuple(found)
+    return (*found, _highest_load(attained, target)) if attained else tuple(found)
 
 
-def _up_to(attained: dict[float, Attainment], target: float) -> Banner:
-    """Up to which load the objectives held; by load, rising."""
+def _highest_load(attained: dict[float, Attainment], target: float) -> Banner:
+    """Say up to which load the objectives held. The loads rise."""
     decided = {load: outcome(found, target) for load, found in attained.items()}
     wanted = f"{100 * target:g} % of the requests met their objectives"
     first_missed = min((load for load, decision in decided.items() if decision == "missed"), default=math.inf)
@@ -171,7 +171,7 @@ def _main_views(summaries: Sequence[Summary]) -> list[Summary]:
     return [steady_or_whole(summaries), *(view for view in summaries if view.name.startswith("class "))]
 
 
-def _nothing(result: RunResult) -> Banner | None:
+def _no_answer(result: RunResult) -> Banner | None:
     if any(record.ok for record in result.records):
         return None
     if not result.records:

@@ -18,7 +18,7 @@ def main_views(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def part_views(summaries: Sequence[Summary], kind: str) -> list[tuple[str, Summary]]:
-    """Of each class (`class_name`) or each tenant (`tenant`), with its name."""
+    """The name and the summary of each class (kind `class_name`) or each tenant (`tenant`)."""
     return [(view.name.removeprefix(PARTS[kind]), view) for view in summaries if view.name.startswith(PARTS[kind])]
 
 
@@ -31,7 +31,7 @@ def steady_or_whole(summaries: Sequence[Summary]) -> Summary:
 
 
 def tokens_per_s(view: Summary) -> tuple[float, str]:
-    """Of what comes out, with its name; of what goes in where nothing comes out but vectors or scores."""
+    """The rate of output tokens and its unit; that of input tokens if the answers are vectors or scores."""
     if view.completed and not view.tokens.get("output", 0):
         return view.rates.get("total_token_throughput", 0.0), "input tokens/s"
     return view.rates.get("output_throughput", 0.0), "output tokens/s"

@@ -96,7 +96,7 @@ class Gamma(Poisson):
 
 @dataclass(frozen=True, slots=True)
 class Constant(Rated):
-    """Equal gaps: arrival i at i / rate."""
+    """Arrivals with equal gaps: arrival i comes at i / rate."""
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
         return np.arange(count) / self.rate
@@ -131,16 +131,16 @@ class OnOff(Rated):
         return self.rate * (self.on_s + self.off_s) / self.on_s
 
     def offsets(self, count: int, rng: np.random.Generator) -> Times:
-        return self._with_silence(Poisson(self.rate_on).offsets(count, rng))
+        return self._clock_times(Poisson(self.rate_on).offsets(count, rng))
 
     def offsets_until(self, duration_s: float, rng: np.random.Generator) -> Times:
         _positive("the duration in seconds", duration_s)
         cycles, rest = divmod(duration_s, self.on_s + self.off_s)
         on_time = cycles * self.on_s + min(rest, self.on_s)
-        return self._with_silence(Poisson(self.rate_on).offsets_until(on_time, rng))
+        return self._clock_times(Poisson(self.rate_on).offsets_until(on_time, rng))
 
-    def _with_silence(self, on_times: Times) -> Times:
-        """From time counted in on-phases only to time on the clock."""
+    def _clock_times(self, on_times: Times) -> Times:
+        """Convert time that counts on-phases only to time on the clock."""
         return on_times + np.floor(on_times / self.on_s) * self.off_s
 
     def describe(self) -> str:
@@ -191,7 +191,7 @@ class Ramp:
         return self._times(int(rng.poisson(self.mean_rate * duration_s)), duration_s, rng)
 
     def _times(self, count: int, duration_s: float, rng: np.random.Generator) -> Times:
-        # Of (0, 1], as the integral cannot be inverted at 0 for a ramp that starts there.
+        # Shares are in (0, 1], because the integral of a ramp that starts at 0 cannot be inverted there.
         shares = 1.0 - np.sort(rng.random(count))[::-1]
         return self.inverse(shares * self.mean_rate * duration_s, duration_s)
 
@@ -211,7 +211,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Everything at time 0."""
+    """All requests come at time 0."""
 
     @property
     def mean_rate(self) -> None:

@@ -1,4 +1,4 @@
-"""From what was asked for to the requests of a run, planned before the first is sent.
+"""Plans the requests of a run from its specification, before the first is sent.
 
 The same specification and seed make the same workload, byte by byte.
 """
@@ -35,7 +35,7 @@ from headway.bench.workload.spec import WorkloadSpec
 from headway.bench.workload.synthetic import check_whole
 
 Progress = Callable[[int, int], None]  # prompts made, prompts in all
-MOST_TOKENS = 10_000_000  # of a prompt or an answer; more is an error of the file or the flag
+MOST_TOKENS = 10_000_000  # most tokens of a prompt or an answer; more is an error in the file or the flag
 PROGRESS_EVERY = 50
 PROBE_INPUT, PROBE_OUTPUT = 32, 16  # tokens of a probe
 
@@ -46,11 +46,11 @@ class Workload:
 
     Args:
         description: what is sent, for titles; arrivals: when.
-        requests: by index, the turns of a conversation one after the other; first turns in order of time.
-        seed: that their prompts were made with.
+        requests: requests by index, the turns of a conversation one after the other; first turns in order of time.
+        seed: the seed that their prompts were made with.
         notes: what was left out, clipped, repeated or estimated, a sentence each.
-        classes: of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
-        users: of those classes of a mix that are closed loops, by name.
+        classes: the classes of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
+        users: the users of those classes of a mix that are closed loops, by name.
     """
 
     description: str
@@ -75,7 +75,7 @@ class Workload:
         """The same for the same requests at the same times, on any machine."""
         encoded = hashlib.sha256()
         for request in self.requests:
-            encoded.update(msgspec.json.encode(_as_ever(request)))
+            encoded.update(msgspec.json.encode(_hashed_fields(request)))
         return encoded.hexdigest()[:16]
 
 
@@ -95,7 +95,7 @@ def build_workload(
         chat: requests go to /v1/chat/completions: conversations become messages.
         context: tokens that the model has room for, for lengths that were left open; None where it is not known.
         progress: called now and then while prompts are made.
-        texts: of a request, where nothing is generated; None where answers are.
+        texts: the texts of a request, where nothing is generated; None where answers are.
 
     Raises:
         BenchError: a flag, a file or a combination that cannot be; one line.
@@ -129,8 +129,8 @@ def build_workload(
     )
 
 
-def _as_ever(request: PlannedRequest) -> dict[str, Any]:
-    """Without the fields that came later where they say nothing, so that fingerprints stay what they were."""
+def _hashed_fields(request: PlannedRequest) -> dict[str, Any]:
+    """The fields of a request. Later ones are left out if they are empty, so that fingerprints stay the same."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
     for name in ("headers", "cancel_after_s", "tenant"):
         if not fields[name] and fields[name] != 0:
@@ -271,7 +271,7 @@ class _Writer:
 
     def requests(self, schedule: Schedule, progress: Progress | None) -> list[PlannedRequest]:
         total = sum(len(turns) for _, turns in schedule.conversations)
-        # To nanoseconds: what lies below depends on the machine's logarithm.
+        # Times are rounded to nanoseconds, because further digits depend on the machine's logarithm.
         times = np.round(schedule.times, 9).tolist()
         requests: list[PlannedRequest] = []
         told = 0
@@ -307,10 +307,10 @@ class _Writer:
             said = (tokens or 0) + answer
 
     def _prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
-        make = functools.partial(self._one, part, request, turn, turns)
+        make = functools.partial(self._one_prompt, part, request, turn, turns)
         return make() if self.texts is None else self.texts.made(self.maker, make(), make)
 
-    def _one(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
+    def _one_prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
         if request.text is not None:
             return self.maker.source.of_text(request.text)
         # Classes do not share blocks, whatever their ids.
@@ -324,7 +324,7 @@ class _Writer:
         said = made.prompt.text or ""
         if self.chat:
             return MadePrompt(Prompt(messages=({"role": "user", "content": said},)), made.tokens)
-        # It goes right behind an answer, whose last word must not run into its first.
+        # This text follows an answer, whose last word must not run into its first word.
         return MadePrompt(Prompt(text=said if turn == 0 or said.startswith(" ") else " " + said), made.tokens)
 
     def notes(self) -> list[str]:

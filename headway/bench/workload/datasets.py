@@ -15,10 +15,10 @@ class SampleRequest:
 
     Args:
         output_tokens: wanted of the answer, 1 or more.
-        input_tokens: of the prompt, 1 or more; of a later turn, what it adds. 0 where `text` says it.
+        input_tokens: tokens of the prompt, 1 or more; of a later turn, what it adds. 0 where `text` says it.
         shared: (block id, tokens) of what the prompt begins with; part of input_tokens.
         text: the prompt itself, where the dataset has one.
-        arrival_s: by the dataset's own clock, from its first request on; None where it has none.
+        arrival_s: seconds after the dataset's first request, by its own clock; None where it has none.
         think_s: before this turn, after the answer to the turn before.
         ends_early: the conversation was to go on, and would have become too long.
         cancel_after_s: its client gives it up so long after it was sent; None for one that waits.
@@ -36,7 +36,7 @@ class SampleRequest:
     tenant: str = ""
 
 
-Turns = tuple[SampleRequest, ...]  # of one conversation; a single request is a conversation of one turn
+Turns = tuple[SampleRequest, ...]  # the turns of one conversation; a single request is a conversation of one turn
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class Dataset(ABC):
 
     @property
     def mean_turns(self) -> float:
-        """Of a conversation."""
+        """The mean number of turns of a conversation."""
         return 1.0
 
     @abstractmethod
@@ -69,4 +69,4 @@ class Dataset(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """In a few words, for titles."""
+        """Describe the dataset in a few words, for titles."""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Distribution(Protocol):
-    """What lengths or times are drawn from."""
+    """A distribution of lengths or times."""
 
     @property
     def mean(self) -> float:
-        """Before clipping."""
+        """The mean before clipping."""
         ...
 
     def values(self, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -42,7 +42,7 @@ def tokens(distribution: Distribution, count: int, rng: np.random.Generator) -> 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """A distribution that always gives the same value."""
 
     value: float
 
@@ -76,7 +76,7 @@ class Uniform:
 
     @classmethod
     def around(cls, mean: int, ratio: float) -> Uniform:
-        """From floor(mean * (1 - ratio)) to ceil(mean * (1 + ratio)), as --random-range-ratio of `vllm bench serve`."""
+        """The range floor(mean * (1 - ratio)) .. ceil(mean * (1 + ratio)), as by --random-range-ratio in vLLM."""
         if not 0 <= ratio < 1:
             raise BenchError(f"the range ratio is {ratio:g}; it must be 0 or more and below 1")
         return cls(max(math.floor(mean * (1 - ratio)), 1), max(math.ceil(mean * (1 + ratio)), 1))
@@ -114,7 +114,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal(Normal):
-    """With a long tail. Mean and coefficient of variation are of the values themselves, not of their logarithms.
+    """A distribution with a long tail. Mean and coefficient of variation are of the values, not of their logarithms.
 
     sigma^2 = ln(1 + cv^2) and mu = ln(mean) - sigma^2 / 2; what falls outside the bounds is set to the bound.
     """
@@ -129,7 +129,7 @@ class LogNormal(Normal):
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Of times that know nothing of how long they have lasted; what falls outside the bounds is set to the bound."""
+    """The exponential distribution, which has no memory. Values outside the bounds are set to the bound."""
 
     mean: float
     minimum: float = 0.0

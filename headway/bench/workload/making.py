@@ -17,7 +17,7 @@ from headway.bench.workload.texts import Custom, ShareGPT
 from headway.bench.workload.traces import TraceRows, read_azure, read_burstgpt, read_mooncake
 
 DEFAULT_TURN_LEN = Uniform(50, 150)
-# Of any dataset; the rest belongs to one, by the beginning of its name or as said here.
+# Fields that apply to every dataset. Each other field applies to the datasets whose `Kind` allows it.
 SHARED_FIELDS = {"dataset_name", "output_len", "max_input_len", "max_output_len", "cancel_share", "cancel_after_s"}
 
 
@@ -55,7 +55,7 @@ def make_dataset(options: DatasetOptions, source: TokenSource) -> Dataset:
     return kind.make(options, source)
 
 
-def _only_one(options: DatasetOptions, *names: str) -> None:
+def _refuse_both(options: DatasetOptions, *names: str) -> None:
     """Raises BenchError where two options that say the same were given."""
     given = [flag(name) for name in names if getattr(options, name) != DATASET_FIELDS[name]]
     if len(given) > 1:
@@ -63,10 +63,10 @@ def _only_one(options: DatasetOptions, *names: str) -> None:
 
 
 def _random(options: DatasetOptions, source: TokenSource) -> Dataset:
-    _only_one(options, "input_len", "random_input_len")
-    _only_one(options, "output_len", "random_output_len")
+    _refuse_both(options, "input_len", "random_input_len")
+    _refuse_both(options, "output_len", "random_output_len")
     if options.input_len is not None and options.output_len is not None:
-        _only_one(options, "input_len", "random_range_ratio")
+        _refuse_both(options, "input_len", "random_range_ratio")
     ratios = parse_range_ratio(options.random_range_ratio)
     return RandomLengths(
         options.input_len or _around("random_input_len", options, ratios[0]),
@@ -83,7 +83,7 @@ def _around(name: str, options: DatasetOptions, ratio: float) -> Distribution:
 
 def _answer_len(options: DatasetOptions, name: str) -> Distribution | None:
     """--output-len, or the dataset's own option of that name, or None."""
-    _only_one(options, "output_len", name)
+    _refuse_both(options, "output_len", name)
     own = getattr(options, name)
     return options.output_len or (None if own is None else Fixed(own))
 

@@ -52,11 +52,11 @@ TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "tr
 
 @dataclass(frozen=True)
 class ClassLoad:
-    """When the requests of a class come that has arrivals of its own.
+    """The arrivals of a class that has its own.
 
     Args:
         arrival: None takes the recorded times of its trace, or leaves them to the users of a closed loop.
-        users: of a closed loop; None where there is none.
+        users: the users of a closed loop; None where there is none.
         num_prompts: most requests of the class; None is as many as come within the run's duration.
     """
 
@@ -75,12 +75,12 @@ class MixClass:
     """One class.
 
     Args:
-        share: of all requests, later turns of conversations included; shares of a mix add up to 1. Without a meaning
-            where there is a `load`.
+        share: that of all requests, later turns of conversations included; shares of a mix add up to 1. Without a
+            meaning where there is a `load`.
         options: where its requests come from.
         objectives: {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
         extra_body: fields of each request's body, those of BODY_KEYS among them.
-        headers: of each request.
+        headers: headers of each request.
         tenant: whose they are.
         load: its own arrivals; None where one process is for all classes.
     """
@@ -153,11 +153,11 @@ def _mix(path: Path, table: dict[str, Any]) -> Mix:
         )
     total = sum(each.share for each in made)
     normalised = tuple(replace(each, share=each.share / total) for each in made)
-    return Mix(path.stem, _of_type(str(path), table, "description", str, ""), normalised)
+    return Mix(path.stem, _typed(str(path), table, "description", str, ""), normalised)
 
 
 def _class(path: Path, table: dict[str, Any], number: int) -> MixClass:
-    name = _of_type(f"{path}, class {number}", table, "name", str, "")
+    name = _typed(f"{path}, class {number}", table, "name", str, "")
     where = f"{path}, class '{name}'" if name else f"{path}, class {number}"
     if not name:
         raise BenchError(f'{where} has no name; write name = "..."')
@@ -165,18 +165,18 @@ def _class(path: Path, table: dict[str, Any], number: int) -> MixClass:
     given = {key: value for key, value in table.items() if key in DATASET_FIELDS}
     options = _options(path, where, given)
     load = _load(where, table, options.dataset_name)
-    extra_body = dict(_of_type(where, table, "extra_body", dict, {}))
-    extra_body |= {key: _of_type(where, table, key, kind, None) for key, kind in BODY_KEYS.items() if key in table}
-    headers = {key: str(value) for key, value in _of_type(where, table, "headers", dict, {}).items()}
+    extra_body = dict(_typed(where, table, "extra_body", dict, {}))
+    extra_body |= {key: _typed(where, table, key, kind, None) for key, kind in BODY_KEYS.items() if key in table}
+    headers = {key: str(value) for key, value in _typed(where, table, "headers", dict, {}).items()}
     return MixClass(
         name,
         _share(where, table, load),
         options,
-        check_objectives(_of_type(where, table, "goodput", dict, {}), where),
+        check_objectives(_typed(where, table, "goodput", dict, {}), where),
         extra_body,
         _named(where, check_headers, headers),
         load,
-        _of_type(where, table, "tenant", str, ""),
+        _typed(where, table, "tenant", str, ""),
     )
 
 
@@ -195,7 +195,7 @@ def _share(where: str, table: Mapping[str, Any], load: ClassLoad | None) -> floa
 
 
 def _load(where: str, table: Mapping[str, Any], dataset_name: str) -> ClassLoad | None:
-    given = {key: _of_type(where, table, key, kind, None) for key, kind in LOAD_KEYS.items() if key in table}
+    given = {key: _typed(where, table, key, kind, None) for key, kind in LOAD_KEYS.items() if key in table}
     if not given:
         return None
     users, num_prompts = given.pop("max_concurrency", None), given.pop("num_prompts", None)
@@ -212,7 +212,7 @@ def _load(where: str, table: Mapping[str, Any], dataset_name: str) -> ClassLoad 
 
 
 def _named(where: str, make: Callable[[S], T], said: S) -> T:
-    """What is made of it; an error names where it was said."""
+    """Call `make` with what was said. An error names where it was said."""
     try:
         return make(said)
     except BenchError as error:
@@ -225,21 +225,21 @@ def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions
         if key in DISTRIBUTIONS:
             values[key] = _named(f"{where}, {key}", DISTRIBUTIONS[key], value)
         elif key == "dataset_path":
-            values[key] = path.parent / _of_type(where, given, key, str, "")
+            values[key] = path.parent / _typed(where, given, key, str, "")
         elif key == "random_range_ratio":
             values[key] = value
         else:
             # Options that may be absent are numbers, but for a model's name.
             default = DATASET_FIELDS[key]
             kind = type(default) if default is not None else str if key == "burstgpt_model" else int
-            values[key] = _of_type(where, given, key, kind, default)
+            values[key] = _typed(where, given, key, kind, default)
     return DatasetOptions(**values)
 
 
-def _of_type(where: str, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+def _typed(where: str, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = table.get(key, default)
     wanted = int | float if kind is float else kind
-    # To Python true is the number 1.
+    # Python counts True as an int.
     if key in table and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):
         raise BenchError(f"{where}: {key} is {value!r}; {TYPE_NAMES[kind]} is expected")
     return value

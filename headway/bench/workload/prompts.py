@@ -19,7 +19,7 @@ from headway.bench.request import Prompt
 
 Members = NDArray[np.int64]
 BLOCKS_KEPT = 4096
-QUERY_TOKENS = 32  # of a ranking
+QUERY_TOKENS = 32  # tokens in the query of a ranking
 
 # Kinds of streams. Prompts' own and blocks start with different members.
 _OWN, _BLOCK, _ORDER, _SPARE = range(4)
@@ -35,7 +35,7 @@ class MadePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What a request has where nothing is generated: so many texts, and for rankings and scores a query."""
+    """What a request has if nothing is generated: `count` texts, and a query before them for rankings and scores."""
 
     count: int = 1
     query: bool = False
@@ -59,7 +59,7 @@ class TokenSource(Protocol):
     """An alphabet, and how its members become a prompt. It has no state: the same members are the same prompt.
 
     Attributes:
-        size: of the alphabet; members are 0 .. size - 1.
+        size: the size of the alphabet; members are 0 .. size - 1.
         openers: members that a prompt may start with, of shape [n].
         added_tokens: how many tokens the server puts around a prompt (a beginning-of-text token, a chat template).
         token_ids: prompts are token ids, which chats and conversations cannot use.

@@ -1,4 +1,4 @@
-"""Which requests a run has, and when: datasets, classes and arrivals brought together.
+"""Decides which requests a run has, and when: it combines datasets, classes and arrivals.
 
 What is drawn for one purpose (lengths, times, the order of classes, prompts) does not move when another is changed: at
 twice the rate the same prompts come twice as fast.
@@ -24,7 +24,7 @@ from headway.bench.workload.spec import DEFAULT_NUM_PROMPTS, WorkloadSpec, fitte
 
 # Requests planned for a closed loop that ends with a duration: so many a second for each user, and at most so many.
 MOST_PER_USER_S, MOST_PLANNED = 10, 10_000
-MOST_REQUESTS, LATEST_S = 100_000_000, 1e9  # of a workload; more is a slip of the hand
+MOST_REQUESTS, LATEST_S = 100_000_000, 1e9  # limits of a workload; more is a slip of the hand
 # Purposes of random numbers.
 _LENGTHS, _TIMES, _ORDER, _CANCELLATIONS, PROBES = range(5)
 
@@ -46,7 +46,7 @@ class Schedule:
     """Conversations in the order of their coming.
 
     Args:
-        times: of their first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
+        times: those of first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
         recorded: the times are the trace's own.
     """
 
@@ -97,7 +97,7 @@ def make_schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """
     if spec.no_oversample and all(part.dataset.rows is None for part in parts):
         raise BenchError("--no-oversample does not apply, because no requests are read from a file; leave it out")
-    made = _schedule(spec, parts) if parts[0].of_class.load is None else _each_by_itself(spec, parts)
+    made = _schedule(spec, parts) if parts[0].of_class.load is None else _own_arrivals(spec, parts)
     if not made.conversations:
         raise BenchError(f"no request arrives within --duration {spec.duration_s} s; raise the duration or the rate")
     if np.any(made.times > LATEST_S):  # false for NaN
@@ -115,23 +115,23 @@ def _check_number(requests: float) -> None:
 
 
 def _schedule(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
-    """Classes that share one arrival process."""
+    """The schedule of classes that share one arrival process."""
     if spec.mix is None and parts[0].dataset.has_times and spec.arrival is None and not spec.users:
         return _recorded(spec, parts[0])
     if spec.time_scale != 1:
         raise BenchError("--time-scale does not apply, because no recorded times are replayed; leave it out")
     bounded = isinstance(spec.arrival, AllAtOnce) and spec.num_prompts is not None
     if spec.duration_s is not None and spec.arrival is not None and not bounded:
-        return _within(spec, parts, spec.duration_s)
+        return _within_duration(spec, parts, spec.duration_s)
     return _numbered(spec, parts)
 
 
-def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
+def _own_arrivals(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     """Classes with arrivals of their own, in order of time; closed loops come last."""
     made = []
     for part in parts:
         try:
-            made.append(_of_one_class(spec, part))
+            made.append(_class_schedule(spec, part))
         except BenchError as error:
             raise BenchError(f"class '{part.of_class.name}' of the mix: {error}") from None
     times = np.concatenate([each.times for each in made])
@@ -141,7 +141,7 @@ def _each_by_itself(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
     return Schedule([conversations[place] for place in order], times[order], notes=notes)
 
 
-def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
+def _class_schedule(spec: WorkloadSpec, part: Part) -> Schedule:
     load = part.of_class.load
     assert load is not None
     replays = load.arrival is None and load.users is None
@@ -165,7 +165,7 @@ def _of_one_class(spec: WorkloadSpec, part: Part) -> Schedule:
 
 
 def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
-    """A trace at its own times."""
+    """The schedule of a trace at its own times."""
     turns = part.dataset.draw(None, np.random.default_rng([spec.seed, _LENGTHS, part.number]))
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
@@ -177,8 +177,8 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     return made
 
 
-def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
-    """As many conversations as the arrival process gives a duration."""
+def _within_duration(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
+    """Draw as many conversations as the arrival process starts within the duration."""
     assert spec.arrival is not None
     _check_number(duration_s * (spec.arrival.mean_rate or 0.0))
     times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))
@@ -192,7 +192,7 @@ def _within(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Sch
 
 
 def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
-    """So many requests, at the times of the arrival process or at none."""
+    """Draw a given number of requests, at the times of the arrival process or without times."""
     requests, is_exact = _number_of_requests(spec, parts)
     _check_number(requests)
     counts = _apportioned(requests, [part.of_class.share for part in parts])
@@ -239,7 +239,7 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Conversation]:
-    """So many conversations of one class. Where the number is exact, a dataset that ends starts over."""
+    """Draw `count` conversations of one class. If the number is exact, a dataset that ends starts over."""
     if not count:
         return []
     seed = spec.seed_of_prompts if part.dataset.repeats_prompts else spec.seed

@@ -30,9 +30,9 @@ class DatasetOptions:
     Args:
         dataset_name: one of DATASETS.
         input_len: instead of random_input_len; of a turn for multi_turn.
-        output_len: for any dataset, instead of what it says itself.
+        output_len: the answer's length for any dataset, instead of what it says itself.
         multi_turn_turns, multi_turn_prefix_len, multi_turn_think_s: see MultiTurn.
-        cancel_share: of the requests, later turns included; each is one by chance.
+        cancel_share: the share of the requests, later turns included; each is one by chance.
         cancel_after_s: seconds after the send.
     """
 
@@ -108,10 +108,11 @@ class WorkloadSpec(DatasetOptions):
     Args:
         num_prompts: later turns included; None takes a trace to its end, and DEFAULT_NUM_PROMPTS of anything else.
         duration_s: requests (or conversations) that come within this time; with num_prompts, whatever ends first.
-        prompt_seed: of the prompts' words only: lengths and times stay those of `seed`. For a file of texts it decides
-            which of them are taken. None is `seed`.
+        prompt_seed: that of the prompts' words only: lengths and times stay those of `seed`. For a file of texts it
+            decides which of them are taken. None is `seed`.
         arrival: None takes the times of the trace; other datasets then have no times.
-        users: of a closed loop, which has no times at all: the load generator sends when others are done. 0 without.
+        users: those of a closed loop, which has no times at all: the load generator sends when others are done. 0
+            without.
         mix: it says the dataset of each class.
     """
 

@@ -91,7 +91,8 @@ class MultiTurn(Dataset):
 
     Args:
         turns: requests in a conversation.
-        input_len, output_len: of each turn, in tokens; input_len is what the user says, without what was said before.
+        input_len, output_len: lengths of each turn, in tokens; input_len is what the user says, without what was said
+            before.
         prefix_len: tokens that all conversations begin with (a system prompt), in front of the first turn.
         think_s: seconds between an answer and the next turn.
         longest: tokens of a prompt with all that was said before; a conversation ends before it becomes longer.

@@ -111,15 +111,15 @@ class ShareGPT(TextDataset):
         return f"ShareGPT {self.path.name}"
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     value: str
 
 
 class _Entry(msgspec.Struct):
-    conversations: list[_Said] = []
+    conversations: list[_Message] = []
 
 
-def _sharegpt_entries(path: Path) -> list[list[_Said]]:
+def _sharegpt_entries(path: Path) -> list[list[_Message]]:
     text = read_text(path)
     try:
         return [entry.conversations for entry in msgspec.json.decode(text, type=list[_Entry])]

@@ -1,4 +1,4 @@
-"""Where prompts' tokens come from: a tokenizer's words as text, its ids, or plain words without a tokenizer."""
+"""Sources of prompts' tokens: a tokenizer's words as text, its ids, or plain words without a tokenizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Alphabet:
     """Tokens that prompts are made of.
 
     Attributes:
-        ids, texts: of each member, as lists of the same length.
+        ids, texts: the ids and texts of each member, as lists of the same length.
         openers: members that stay one token when a chat template trims the space in front of them.
         stable: members written one after the other become the same tokens again, whatever they are. Then the length
             of a text is known without looking.
@@ -81,8 +81,8 @@ def _is_word(text: str) -> bool:
 
 
 def _stable_words(tokenizer: Tokenizer, words: dict[int, str]) -> Alphabet | None:
-    """Of these words those that stay one token beside any other, or None when there are too few or no such thing."""
-    ids = _that_come_back(tokenizer, words)
+    """The words that stay one token beside any other; None when there are too few."""
+    ids = _round_tripping(tokenizer, words)
     if len(ids) < FEWEST_WORDS:
         return None
     texts = [words[i] for i in ids]
@@ -97,7 +97,7 @@ def _stable_words(tokenizer: Tokenizer, words: dict[int, str]) -> Alphabet | Non
 
 def _ordinary_tokens(tokenizer: Tokenizer, texts: dict[int, str]) -> Alphabet:
     printable = {i: text for i, text in texts.items() if text.isprintable() and text and text[:6] != "bytes:"}
-    ids = _that_come_back(tokenizer, printable)
+    ids = _round_tripping(tokenizer, printable)
     if len(ids) < FEWEST_WORDS:
         ids = list(printable)
     if len(ids) < 2:
@@ -106,7 +106,7 @@ def _ordinary_tokens(tokenizer: Tokenizer, texts: dict[int, str]) -> Alphabet:
     return replace(alphabet, stable=_is_stable(tokenizer, alphabet))
 
 
-def _that_come_back(tokenizer: Tokenizer, texts: dict[int, str]) -> list[int]:
+def _round_tripping(tokenizer: Tokenizer, texts: dict[int, str]) -> list[int]:
     """The ids, of the first MOST_MEMBERS, whose text alone is that token again."""
     ids = list(itertools.islice(texts, MOST_MEMBERS))
     alone = tokenizer.backend.encode_batch_fast([tokenizer.decode([i]) for i in ids], add_special_tokens=False)
@@ -173,9 +173,9 @@ class TokenIdSource:
     """Token ids, for /v1/completions: exact by construction, and nothing is added to them.
 
     Args:
-        ids: of ordinary tokens, 2 or more.
+        ids: the ids of ordinary tokens, 2 or more.
         openers: positions in `ids` that a prompt may start with; None for all.
-        tokenizer: for texts that must become ids.
+        tokenizer: a tokenizer for texts that must become ids.
     """
 
     token_ids = True
@@ -233,7 +233,7 @@ class WordSource:
 
     @classmethod
     def calibrated(cls, short: tuple[int, int], long: tuple[int, int]) -> WordSource:
-        """From what the server's `usage` says of two texts, the second longer: (words, prompt tokens) of each."""
+        """Make a source from the words and the prompt tokens, by the server's `usage`, of a short and a long text."""
         words, counted = long[0] - short[0], long[1] - short[1]
         return cls(counted / words, max(round(short[1] - short[0] * counted / words), 0))
 

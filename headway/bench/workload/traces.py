@@ -99,7 +99,7 @@ def _csv_rows(path: Path, needed: Sequence[str], form: str) -> Iterator[tuple[in
 
 
 def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
-    """Those that are not empty. Raises BenchError naming the line that is no CSV."""
+    """Yield the rows that are not empty. Raises BenchError with the number of a line that is not CSV."""
     try:
         yield from filter(None, reader)
     except csv.Error as error:

@@ -46,7 +46,7 @@ async def serving(first: bytes, then: bytes) -> AsyncIterator[str]:
 
 @contextlib.contextmanager
 def bounded(most_bytes: int) -> Iterator[None]:
-    """Of time and memory."""
+    """Check that the block takes at most SECONDS and `most_bytes` of memory."""
     began = time.monotonic()
     tracemalloc.start()
     try:

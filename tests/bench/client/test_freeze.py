@@ -84,7 +84,7 @@ def check_the_open_loop(seen: Seen) -> None:
     due_in_freeze = [record for record in seen.open.records if began < record.scheduled_ns < ended]
     assert len(due_in_freeze) >= 0.9 * FREEZE_S * RATE
     assert all(record.first_token_ns > ended for record in due_in_freeze)
-    # Of 200 requests, one every 10 ms, the third worst was due 20 to 30 ms after the freeze began.
+    # The third worst of 200 requests, one every 10 ms, was due 20 to 30 ms after the freeze began.
     assert p99(ttft_s(seen.open.records, "scheduled_ns")) > FREEZE_S - 0.1
     assert seen.open.waited_for_place == 0
 

@@ -62,7 +62,7 @@ def test_an_event_is_found_with_its_last_byte_and_not_with_the_next_event() -> N
     for newline in (b"\n", b"\r\n", b"\r"):
         parser = EventParser()
         assert parser.feed(b"data: a" + newline) == []
-        # Of CRLF the carriage return alone ends the line: the reader must not wait for the line feed.
+        # The carriage return of CRLF alone ends the line: the reader must not wait for the line feed.
         assert parser.feed(newline[:1]) == [(b"", b"a")]
         assert parser.feed(newline[1:]) == []
         assert parser.feed(b"data:b" + newline + newline) == [(b"", b"b")]

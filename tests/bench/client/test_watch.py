@@ -61,7 +61,7 @@ def test_a_stall_counts_for_as_long_as_it_took(run: Run) -> None:
 
     health, stalled_ms = run(measure())
     late = sorted(health.loop_lag_ms, reverse=True)
-    # Of the samples that the stall swallowed, the first waited for all of it and each next one 10 ms less.
+    # The first sample that the stall swallowed waited for all of it, and each next one 10 ms less.
     assert stalled_ms - 10.001 <= late[0] <= stalled_ms + 60
     steps = np.array(late[:25]) - np.array(late[1:26])
     assert np.allclose(steps, 10, atol=0.01)

@@ -124,7 +124,7 @@ def test_coverage_of_dependent_values(p: float) -> None:
 
 
 def test_an_open_interval_is_not_a_wrong_one() -> None:
-    # With too few dependent values nearly all intervals stay open above: seldom a wrong bound gets through.
+    # If there are too few dependent values, nearly all intervals stay open above, and a wrong bound is rare.
     samples = np.exp(autoregressive(np.random.default_rng(7), 0.9, 200, 600))
     truth = math.exp(scipy.stats.norm.ppf(0.99))
     found = [distribution(sample, [99.0]).percentiles[0] for sample in samples]

@@ -13,7 +13,7 @@ from tests.bench.records import MS, failed, request
 
 
 def timings(ttft: float, **phases: float) -> dict[str, Any]:
-    """As Headway gives them, from milliseconds."""
+    """Timings as Headway gives them, made of milliseconds."""
     phases_ns = {name: round(ms * MS) for name, ms in phases.items()}
     return {"e2e_ns": sum(phases_ns.values()), "ttft_ns": round(ttft * MS), "phases_ns": phases_ns, "tokens": 2}
 

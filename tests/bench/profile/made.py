@@ -85,7 +85,7 @@ def answered(
 
 
 def result(**changes) -> ProfileResult:
-    """Of two prompt lengths with three requests each."""
+    """The profile of two prompt lengths with three requests each."""
     lengths = [
         profile_length(prompt, [answered(n, prompt, prompt * 4.0) for n in range(3)], DEFAULT_PERCENTILES, QWEN, PEAKS)
         for prompt in (64, 256)

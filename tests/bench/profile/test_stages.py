@@ -54,7 +54,7 @@ def test_without_a_ledger_there_are_no_stages():
 
 
 def test_typical_stages_are_those_of_the_middle_half():
-    """Of four requests the fastest and the slowest are left out, and the parts still sum to the mean whole."""
+    """The fastest and the slowest of four requests are left out, and the parts still sum to the mean whole."""
     records = [answered(n, 64, prefill_ms=ms) for n, ms in enumerate((10.0, 20.0, 40.0, 4000.0))]
     stages = typical_stages(records)
     assert stages["prefill"] == 30.0

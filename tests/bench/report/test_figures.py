@@ -66,7 +66,7 @@ def test_axes_of_a_usual_run_are_labelled() -> None:
 
 
 def test_no_name_of_an_axis_is_wider_than_the_picture() -> None:
-    """With room to spare: a page has another font, whose letters may be wider."""
+    """There must be room to spare: a page has another font, whose letters may be wider."""
     points = load_points(list(zip(*sweep(), strict=True)))
     for picture in [*all_pictures(usual()[0]), *pictures.load_pictures(points, "Request rate (1/s)")]:
         figure = picture.figure

@@ -15,7 +15,8 @@ from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, OnOff, P
 
 COUNT = 20_000
 RATE = 25.0
-# Of a Kolmogorov-Smirnov test with a fixed seed: a wrong distribution gives less than 1e-9 with so many samples.
+# The least p-value of a Kolmogorov-Smirnov test with a fixed seed. A wrong distribution gives less than 1e-9 with so
+# many samples.
 PLAUSIBLE = 0.001
 
 

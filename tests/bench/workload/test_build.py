@@ -220,7 +220,7 @@ def test_conversations(text: TokenizerSource, chat: bool) -> None:
     assert [r.follows for r in made.requests] == [None, 0, 1, None, 3, 4, None, 6]
     assert [r.arrival_s for r in made.requests] == [0, None, None, 1, None, None, 2, None]
     assert [r.think_s for r in made.requests[:3]] == [0, 1.5, 1.5]
-    # With all that was said before: 30, then 7 of the answer and 20 more.
+    # A prompt has all that was said before: 30, then 7 of the answer and 20 more.
     assert [r.prompt_tokens for r in made.requests[:3]] == [30, 57, 84]
     assert made.longest_tokens == 91
     assert made.notes == ["arrivals are of conversations and single requests: 3 with 8 requests in all"]

@@ -45,7 +45,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> TokenSource:
 
 
 def characters() -> Backend:
-    """As a checkpoint made for tests: words in the vocabulary that no text ever becomes, as there are no merges."""
+    """A tokenizer of a checkpoint made for tests: without merges, no text ever becomes the words of its vocabulary."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {piece: number for number, piece in enumerate([*alphabet, *[f"Ġw{n}" for n in range(500)]])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
@@ -102,7 +102,7 @@ def test_text_and_ids_are_the_same_tokens(text: TokenizerSource, ids: TokenIdSou
 
 
 def test_borders_of_blocks_hold_in_any_order(text: TokenizerSource) -> None:
-    """Of many prompts of blocks in random order each block is the same tokens wherever it stands."""
+    """In many prompts of blocks in random order, each block is the same tokens wherever it stands."""
     maker = PromptMaker(text, 2)
     blocks = {block: tokens_of(text, PromptMaker(text, 2), 48, (block, 48)) for block in range(40)}
     order = np.random.default_rng(0)
@@ -131,7 +131,7 @@ def test_no_two_prompts_begin_with_the_same_tokens(ids: TokenIdSource) -> None:
     assert enough > 300
     assert len({prompt[0] for prompt in own[:enough] + shared[:enough]}) == 2 * enough
     assert len({prompt[:2] for prompt in own + shared}) == 6000
-    # With an id for each place there are as many as there are ids.
+    # If each place has an id, there are as many prompts as ids.
     many = PromptMaker(TokenIdSource(range(1000, 7000)), 0)
     assert len({(many.make(3).prompt.token_ids or ())[0] for _ in range(3000)}) == 3000
 

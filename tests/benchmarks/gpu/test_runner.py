@@ -84,7 +84,7 @@ def test_a_crash_is_its_tasks_and_the_next_one_is_begun(runs: Runs, death: str, 
 
 
 def test_a_process_that_ends_between_two_tasks_is_followed_by_another(runs: Runs) -> None:
-    """As after an error that spoils the device for the process."""
+    """This happens after an error that spoils the device for the process."""
     outcome = runs("""
         say(tasks=["bad", "c"])
         if task("bad"):
