@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cpu_arithmetic import PANEL
+from headway.kernels.cpu_choice import choice_for
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
 from headway.kernels.cpu_team import Team
@@ -28,7 +29,8 @@ def packed(weight: Tensor | list[Tensor], quantization: str, gated: bool = False
 
 def laid_out(weight: Weight, gated: bool) -> tuple[np.ndarray, np.ndarray]:
     """The panels' bytes, and the scales of the rows."""
-    linear = PackedLinear([(weight, None)], Team(), LargePages(), SILU if gated else None)
+    on_vectors = choice_for(tiles=False)  # tiles have longer rows
+    linear = PackedLinear([(weight, None)], Team(), LargePages(), SILU if gated else None, on_vectors)
     return linear._packed.numpy().copy(), linear._row_scales.numpy().copy()
 
 

@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headway.engine.config import EngineConfig
 from headway.engine.start import packed_bytes
-from headway.kernels import kernels_for
+from headway.kernels import cpu_choice, kernels_for
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.reference import ReferenceKernels
 from headway.models.checkpoint import SINGLE_FILE
@@ -119,6 +119,13 @@ def test_it_is_the_model_that_rounding_gives(case: str, said: dict[str, Any], sc
     torch.testing.assert_close(packed, rounded, rtol=0, atol=0)
 
 
+@pytest.fixture
+def on_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are on vectors: rows for matrix tiles are longer."""
+    monkeypatch.setattr(cpu_choice, "has_matrix_tiles", lambda: False)
+
+
+@pytest.mark.usefixtures("on_vectors")
 def test_what_is_ignored_stays_plain(tmp_path: Path) -> None:
     """An expression may ignore layers, too, each layer by itself."""
     said = W8A8 | {"ignore": ["lm_head", "re:model.layers.1.*down"]}
@@ -143,6 +150,7 @@ def test_the_memory_that_is_prepared_is_that_of_the_bytes(tmp_path: Path) -> Non
     assert packed_bytes(config, ModelConfig.from_folder(tmp_path)) == matrices
 
 
+@pytest.mark.usefixtures("on_vectors")
 def test_dummy_weights_are_rounded_to_the_scheme(tmp_path: Path) -> None:
     save(tmp_path, W8A8)
     down = load(tmp_path, load_format="dummy").weights.layers[0].mlp.down
