@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from headway.policy.checkpoints import Checkpoint
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import KVCacheGroup
 from headway.policy.plan import ScheduledSequence, StepPlan, TableChange
 from headway.policy.prefix_index import PrefixMatch
-from headway.policy.request import BlockTable, Sequence, Status
+from headway.policy.request import NEVER, BlockTable, Sequence, Status
 from headway.policy.swap import HostPool, Swapped
 
 
@@ -40,11 +39,11 @@ class BlockManager:
 
     def wanted(self, sequence: Sequence) -> int:
         """Free blocks that its admission takes: those of its tables, less the shared ones that are in use."""
-        if self._can_fork(sequence):
+        if sequence.parent is not None and self._can_fork(sequence):
             starts = [table.end for table in self._forked(sequence)]
             return sum(self._ends(sequence, starts)) - sum(starts) + len(starts)
         known, lacking = self._match(sequence), 0
-        if self._restorable(sequence, known) is None:
+        if sequence.swapped is None or self._restorable(sequence, known) is None:
             starts, shared = [known.length] * len(self._groups), known.blocks
             if self._blocks.checkpoints is not None:
                 shared = shared[: known.length]
@@ -162,9 +161,9 @@ class BlockManager:
         """
         size, swapped = self._blocks.block_size, self._restorable(sequence, known)
         computed = known.length * size if swapped is None else swapped.computed
-        nodes = known.nodes[: known.length if swapped is None else min(known.whole, computed // size)]
+        places = known.places[: known.length if swapped is None else min(known.whole, computed // size)]
         return computed, [
-            BlockTable(*self._blocks.index.table(number, nodes))
+            BlockTable(*self._blocks.index.table(number, places))
             if swapped is None or group.window is None
             else BlockTable(group.first(computed, size))
             for number, group in enumerate(self._groups)
@@ -250,18 +249,18 @@ class BlockManager:
     def _ends_of_step(self, sequence: Sequence, count: int) -> list[int]:
         """How long the tables have to be for the next `count` tokens, and with windows for a prompt's largest step."""
         size, start = self._blocks.block_size, sequence.num_computed
-        needed = -(-(start + count) // size)
-        ends = [needed] * len(self._groups)
-        if self._windowed:
-            known = self._blocks.blocks_for(len(sequence.tokens))
-            for number, group in self._windowed:
-                ends[number] = max(needed, min(known, group.end(start, size)))
+        needed = (start + count + size - 1) // size
+        if not self._windowed:
+            return [needed]
+        ends, known = [needed] * len(self._groups), self._blocks.blocks_for(len(sequence.tokens))
+        for number, group in self._windowed:
+            ends[number] = max(needed, min(known, group.end(start, size)))
         return ends
 
     def _lacking(self, sequence: Sequence, ends: list[int]) -> int:
         """Blocks that the tables lack to end there; of the next token, in place of those that others hold, too."""
         references, entry, lacking = self._blocks.references, sequence.num_computed // self._blocks.block_size, 0
-        for table, end in zip(sequence.tables, ends, strict=True):
+        for table, end in zip(sequence.tables, ends):  # noqa: B905
             has = table.first + len(table.blocks)
             if end > has:
                 lacking += end - has
@@ -296,42 +295,47 @@ class BlockManager:
                 lacking = self._lacking(sequence, ends)
             if lacking > free:
                 return False
-        moved = [number for number, group in self._windowed if self._pass_by(sequence, group, tables[number])]
-        for number, (table, end) in enumerate(zip(tables, ends, strict=True)):
-            own, at = table.blocks, entry - table.first
-            start = has = table.first + len(own)
-            if start > entry and references[own[at]] > 1:
-                (copy,) = blocks.allocate(1, owner)
-                plan.copies.append((own[at], copy))
-                blocks.release([own[at]])
-                own[at], start = copy, entry
+        moved = self._pass_by(sequence) if self._windowed else ()
+        room = NEVER
+        for number, table in enumerate(tables):
+            own, first, end = table.blocks, table.first, ends[number]
+            start = has = first + len(own)
+            if has > entry and references[own[entry - first]] > 1:
+                (copy,), start = blocks.allocate(1, owner), entry
+                plan.copies.append((own[entry - first], copy))
+                blocks.release([own[entry - first]])
+                own[entry - first] = copy
             if end > has:
-                own += blocks.allocate(end - has, owner, *own[-1:])
+                own += blocks.allocate(end - has, owner, own[-1] if own else None)
                 has = end
+            if has < room:
+                room = has
             if sequence.in_executor and (start < has or number in moved):
-                added, sinks = own[start - table.first :], len(table.sinks)
-                plan.tables.append(TableChange(sequence.seq_id, start, added, number, table.first, sinks))
-        sequence.room = min([table.first + len(table.blocks) for table in tables]) * size
+                added, sinks = own[start - first :], len(table.sinks)
+                plan.tables.append(TableChange(sequence.seq_id, start, added, number, first, sinks))
+        sequence.room = room * size
         return True
 
-    def _pass_by(self, sequence: Sequence, group: KVCacheGroup, table: BlockTable) -> bool:
-        """Give up what the window of a table has passed, sinks apart; returns whether that is something."""
-        size = self._blocks.block_size
-        first = group.first(sequence.num_computed, size)
-        count, start = first - table.first, table.first or group.sinks
-        if count <= 0:
-            return False
-        kept, passed = list[int](), list[int]()
-        for entry, block in enumerate(table.entries(start, first), start):
-            ends = (at for at in sequence.keeps_at if entry * size < at)
-            (kept if any(group.first(at, size) <= entry for at in ends) else passed).append(block)
-        self._blocks.release(kept)
-        self._blocks.pass_by(passed)
-        if not table.first:
-            table.sinks = table.blocks[: group.sinks]
-        del table.blocks[:count]
-        table.first = first
-        return True
+    def _pass_by(self, sequence: Sequence) -> list[int]:
+        """Give up what windows have passed, sinks apart; returns the numbers of the tables that have changed."""
+        size, changed = self._blocks.block_size, []
+        for number, group in self._windowed:
+            table, first = sequence.tables[number], group.first(sequence.num_computed, size)
+            start = table.first or group.sinks
+            if first <= table.first:
+                continue
+            kept, passed = list[int](), list[int]()
+            for entry, block in enumerate(table.entries(start, first), start):
+                ends = (at for at in sequence.keeps_at if entry * size < at)
+                (kept if any(group.first(at, size) <= entry for at in ends) else passed).append(block)
+            self._blocks.release(kept)
+            self._blocks.pass_by(passed)
+            if not table.first:
+                table.sinks = table.blocks[: group.sinks]
+            del table.blocks[: first - table.first]
+            table.first = first
+            changed.append(number)
+        return changed
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks after the newest token's: they were for drafts."""
@@ -343,7 +347,8 @@ class BlockManager:
 
     def register_full(self, sequence: Sequence) -> None:
         """Enter the blocks that have become full in the prefix index."""
-        size, known, blocks = self._blocks.block_size, sequence.num_registered, self._blocks
+        blocks, known, tables = self._blocks, sequence.num_registered, sequence.tables
+        size = blocks.block_size
         full = sequence.num_computed // size
         if full <= known:
             return
@@ -351,8 +356,11 @@ class BlockManager:
             known = 0  # the last page was another's and is gone: begin again
         parent: int | str = sequence.cache_node if known else sequence.cache_salt
         tokens = tuple(sequence.tokens[known * size : full * size])
-        first, *further = [table.entries(known, full) for table in sequence.tables]
-        sequence.cache_node = blocks.register(first, parent, tokens, *further)
+        if self._windowed:
+            first, *further = [table.entries(known, full) for table in tables]
+            sequence.cache_node = blocks.register(first, parent, tokens, further)
+        else:
+            sequence.cache_node = blocks.register(tables[0].blocks[known:full], parent, tokens)
         sequence.num_registered = full
 
     # --- the end ------------------------------------------------------------------------------------
@@ -364,7 +372,7 @@ class BlockManager:
         if self._windowed:  # which have passed some of it
             known = PrefixMatch()
             self._blocks.index.match([*sequence.tokens[: registered * size], 0], sequence.cache_salt, known)
-            self._blocks.withdraw(self._blocks.index.blocks_of(known.nodes[found:]))
+            self._blocks.withdraw(self._blocks.index.blocks_at(known.places[found:]))
         else:
             self._blocks.withdraw(sequence.held_blocks[found:registered])
 
@@ -423,12 +431,13 @@ class BlockManager:
         if sequence.rolling and self._blocks.checkpoints is not None:
             self._blocks.checkpoints.settle(sequence.rolling)
             sequence.rolling = 0
-        held, tables = sequence.held_blocks, sequence.tables
+        tables = sequence.tables
         if len(tables) > 1:
             entries = [(table.first + at, block) for table in tables for at, block in enumerate(table.blocks)]
             entries += [entry for table in tables for entry in enumerate(table.sinks)]
-            held = [block for _, block in sorted(entries)]
-        self._blocks.release(held)
+            self._blocks.release([block for _, block in sorted(entries)])
+        elif tables:
+            self._blocks.release(tables[0].held)
         sequence.tables = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0
         sequence.in_executor = False

@@ -21,7 +21,6 @@ from headway.policy.prefix_index import PrefixIndex, PrefixMatch
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
 PROTECTED_SHARE = 0.25
-_NONE = -2  # no block follows it
 
 
 class OutOfBlocks(RuntimeError):
@@ -128,7 +127,7 @@ class KVBlocks:
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, owner: str = COMMON, after: int = _NONE) -> list[int]:
+    def allocate(self, count: int, owner: str = COMMON, after: int | None = None) -> list[int]:
         """Take `count` blocks for a class, evicting cached ones where too few are free.
 
         Args:
@@ -158,7 +157,7 @@ class KVBlocks:
             references[block] = 1
             owners[block] = owner
         if count:
-            self.runs += blocks[0] != after + 1
+            self.runs += blocks[0] - 1 != after
         self.used[owner] += count
         self.allocated += count
         return blocks
@@ -232,15 +231,16 @@ class KVBlocks:
         self.index.match(tokens, salt, known)
         return known.blocks
 
-    def register(self, blocks: list[int], parent: int | str, tokens: tuple[int, ...], *further: list[int]) -> int:
-        """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register().
-
-        Returns:
-            The page that later blocks hang from.
-        """
-        node, replaced = self.index.register(blocks, parent, tokens, *further)
-        for block in replaced:
-            self._drop_idle(block)
+    def register(
+        self, blocks: list[int], parent: int | str, tokens: tuple[int, ...], further: Sequence[list[int]] = ()
+    ) -> int:
+        """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register()."""
+        index = self.index
+        node = index.register(blocks, parent, tokens, further)
+        if index.replaced:
+            for block in index.replaced:
+                self._drop_idle(block)
+            index.replaced.clear()
         return node
 
     def _drop_idle(self, block: int) -> None:

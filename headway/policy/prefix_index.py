@@ -8,6 +8,8 @@ A page has up to one block for each KV cache group. Without windows there is one
 its block. Blocks of windowed groups come and go apart from others, so there a page stays as long as it has a block or
 other pages hang from it. A prefix can then be gone on from if groups without a window have a block for each page, and
 those with a window for each of the last pages that it sees and for the sinks.
+
+What the tree keeps of a page is in lists, at the page's place. Without windows that is the number of its block.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ class PrefixMatch:
 
     Args:
         blocks: those that going on from the prefix takes, group by group.
-        nodes: its pages.
+        nodes, places: its pages.
         whole: how many of the pages groups without a window have.
         length: how many of the pages can be gone on from.
     """
 
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     version: int = -1
     whole: int = 0
     length: int = 0
@@ -53,6 +56,7 @@ class PrefixIndex:
         groups: one without a window where none were given.
         nodes: the page of each block; 0 where it is not registered. No number is given twice.
         version: changes with every block that is registered or forgotten.
+        replaced: blocks that have made way for others, until the pool takes them.
     """
 
     def __init__(
@@ -61,25 +65,32 @@ class PrefixIndex:
         self.groups = tuple(groups) or (WHOLE,)
         self.nodes = [0] * num_blocks
         self.version = 0
+        self.replaced: list[int] = []
         self._block_size = block_size
         self._references = references
         self._has_windows = any(group.window for group in self.groups)
         self._next_node = 1
-        self._pages: dict[int, tuple[int | str, _Tokens]] = {}  # the parent, or salt, and the tokens
-        self._children: dict[int | str, int | dict[_Tokens, int]] = {}  # of a parent: its only one, or several
-        self._blocks: list[dict[int, int]] = [{} for _ in self.groups]  # of each group, by page
+        self._numbers = [0] * num_blocks if self._has_windows else self.nodes  # the node at each place
+        self._parents: list[int | str] = [0] * num_blocks  # a node or a salt
+        self._tokens: list[_Tokens] = [()] * num_blocks
+        self._children: dict[int | str, int | dict[_Tokens, int]] = {}  # of a parent: its only one's place, or several
+        # With windows: each group's block or PASSED, by place; the place of each node; and places without a page.
+        self._held: list[list[int]] = [[] for _ in self._numbers] if self._has_windows else []
+        self._places: dict[int | str, int] = {}
+        self._free = list(range(num_blocks)) if self._has_windows else []
 
     # --- lookups ------------------------------------------------------------------------------------
 
     def knows(self, node: int) -> bool:
-        return node in self._pages
+        """Whether a page is there still; only asked where there are windows."""
+        return node in self._places
 
     def child(self, parent: int | str, tokens: _Tokens) -> int | None:
-        """The page that has these tokens after a parent."""
+        """The place of the page that has these tokens after a parent."""
         found = self._children.get(parent)
         if isinstance(found, dict):
             return found.get(tokens)
-        return found if found is not None and self._pages[found][1] == tokens else None
+        return found if found is not None and self._tokens[found] == tokens else None
 
     def match(self, tokens: Sequence[int], salt: str, known: PrefixMatch) -> None:
         """Bring up to date what is known of the longest known prefix of `tokens`, the last one excluded.
@@ -88,64 +99,78 @@ class PrefixIndex:
         """
         if known.version == self.version:
             return
-        nodes, pages, size = known.nodes, self._pages, self._block_size
-        if not all(map(pages.__contains__, nodes)):
-            del nodes[_unbroken(pages, nodes) :]
-            del known.blocks[len(nodes) :]
-        parent: int | str = nodes[-1] if nodes else salt
-        for start in range(len(nodes) * size, (len(tokens) - 1) // size * size, size):
-            node = self.child(parent, tuple(tokens[start : start + size]))
-            if node is None:
+        self._drop_forgotten(known)
+        parent: int | str = known.nodes[-1] if known.nodes else salt
+        size = self._block_size
+        for start in range(len(known.nodes) * size, (len(tokens) - 1) // size * size, size):
+            place = self.child(parent, tuple(tokens[start : start + size]))
+            if place is None:
                 break
-            nodes.append(node)
-            parent = node
+            parent = self._numbers[place]
+            known.places.append(place)
+            known.nodes.append(parent)
         if self._has_windows:
             self._measure(known)
         else:
-            known.whole = known.length = len(nodes)
-            known.blocks += map(self._blocks[0].__getitem__, nodes[len(known.blocks) :])
+            known.blocks, known.whole, known.length = known.places, len(known.places), len(known.places)
         known.version = self.version
+
+    def _drop_forgotten(self, known: PrefixMatch) -> None:
+        """Drop what no longer holds: a place whose node has changed, and all after it."""
+        numbers = self._numbers
+        for at, (place, node) in enumerate(zip(known.places, known.nodes, strict=True)):
+            if numbers[place] != node:
+                del known.places[at:], known.nodes[at:]
+                return
 
     def _measure(self, known: PrefixMatch) -> None:
         """Find how many of its pages groups without a window have, and how many can be gone on from."""
-        nodes, pairs = known.nodes, list(zip(self.groups, self._blocks, strict=True))
-        whole = min((_unbroken(blocks, nodes) for group, blocks in pairs if not group.window), default=len(nodes))
-        length = known.whole = whole
-        for group, blocks in pairs:
-            if (sinks := _unbroken(blocks, nodes[: group.sinks])) < group.sinks:
-                length = min(length, sinks)
+        pages = [self._held[place] for place in known.places]
+        length = len(pages)
+        for number, group in enumerate(self.groups):
+            if group.window is None and PASSED in (column := [blocks[number] for blocks in pages[:length]]):
+                length = column.index(PASSED)
+        known.whole = length
+        for number, group in enumerate(self.groups):
+            if PASSED in (column := [blocks[number] for blocks in pages[: min(group.sinks, length)]]):
+                length = column.index(PASSED)
         # Where a window sees a page without a block, so it does from every shorter prefix that has the page.
-        while (gap := self._gap(nodes, length)) is not None:
+        while (gap := self._gap(pages, length)) is not None:
             length = gap
-        known.length, tables = length, [self.table(number, nodes[:length]) for number in range(len(self.groups))]
+        known.length = length
+        tables = [self.table(number, known.places[:length]) for number in range(len(self.groups))]
         known.blocks = [block for _, blocks, sinks in tables for block in sinks + blocks]
 
-    def _gap(self, nodes: list[int], length: int) -> int | None:
-        """The last page that a window sees behind so many of them, and has no block of."""
-        size, pairs = self._block_size, zip(self.groups, self._blocks, strict=True)
-        seen = [(group.first(length * size, size), blocks) for group, blocks in pairs if group.window]
-        for at in range(length - 1, min(first for first, _ in seen) - 1, -1):
-            if any(at >= first and nodes[at] not in blocks for first, blocks in seen):
+    def _gap(self, pages: list[list[int]], length: int) -> int | None:
+        """The last of so many pages that a window sees behind them, and has no block of."""
+        size, groups = self._block_size, enumerate(self.groups)
+        firsts = [(number, group.first(length * size, size)) for number, group in groups if group.window]
+        for at in range(length - 1, min(first for _, first in firsts) - 1, -1):
+            if any(at >= first and pages[at][number] == PASSED for number, first in firsts):
                 return at
         return None
 
-    def table(self, number: int, nodes: list[int]) -> tuple[int, list[int], list[int]]:
-        """What a group needs of these pages to go on behind them, as the parts of a BlockTable; it must have that."""
-        group, blocks, size = self.groups[number], self._blocks[number], self._block_size
-        first = group.first(len(nodes) * size, size) if group.window else 0
-        sinks = nodes[: group.sinks] if first else []
-        return first, [blocks[node] for node in nodes[first:]], [blocks[node] for node in sinks]
+    def table(self, number: int, places: list[int]) -> tuple[int, list[int], list[int]]:
+        """What a group has of these pages, as far as it needs that to go on behind them: the parts of a BlockTable."""
+        if not self._has_windows:
+            return 0, list(places), []
+        group, pages, size = self.groups[number], [self._held[place] for place in places], self._block_size
+        first = group.first(len(places) * size, size)
+        sinks = pages[: group.sinks] if first else []
+        return first, [blocks[number] for blocks in pages[first:]], [blocks[number] for blocks in sinks]
 
-    def blocks_of(self, nodes: Iterable[int]) -> list[int]:
+    def blocks_at(self, places: Iterable[int]) -> list[int]:
         """All registered blocks of pages."""
-        return [blocks[node] for node in nodes for blocks in self._blocks if node in blocks]
+        if not self._has_windows:
+            return list(places)
+        return [block for place in places for block in self._held[place] if block != PASSED]
 
     # --- changes ------------------------------------------------------------------------------------
 
     def register(
-        self, blocks: Sequence[int], parent: int | str, tokens: _Tokens, *further: Sequence[int]
-    ) -> tuple[int, list[int]]:
-        """Enter full blocks, one after the other, under a parent page or a salt.
+        self, blocks: Sequence[int], parent: int | str, tokens: _Tokens, further: Sequence[Sequence[int]] = ()
+    ) -> int:
+        """Enter full blocks, one after the other, under a parent node or a salt.
 
         Where another block holds the same prefix already, that one stays; but beside windows, one that nobody uses
         makes way.
@@ -155,95 +180,118 @@ class PrefixIndex:
             tokens: of all these pages.
 
         Returns:
-            The page that later ones hang from, and the blocks that have made way.
+            The node that later pages hang from.
         """
-        size, nodes, pages, children, first = (
-            self._block_size, self.nodes, self._pages, self._children, self._blocks[0]
-        )  # fmt: skip
-        node, replaced = 0, list[int]()
+        size, nodes, parents, children = self._block_size, self.nodes, self._parents, self._children
+        node, has_windows = 0, self._has_windows
         for at, block in enumerate(blocks):
             mine = tokens[at * size : (at + 1) * size]
-            if self._has_windows or parent in children or nodes[block]:
-                node = self._register_beside(parent, mine, [block, *[each[at] for each in further]], replaced)
+            if has_windows:
+                node = self._register_page([block, *[each[at] for each in further]], parent, mine)
+            elif parent in children or nodes[block]:
+                node = self._register_beside(block, parent, mine)
             else:
-                node = self._next_node
+                children[parent] = block
+                parents[block], self._tokens[block] = parent, mine
+                node = nodes[block] = self._next_node
                 self._next_node += 1
-                children[parent] = nodes[block] = node
-                pages[node] = parent, mine
-                first[node] = block
             parent = node
-        if self._has_windows:
-            self._prune(parent)
+        if has_windows:
+            self._prune(self._places[node])
         self.version += 1
-        return node, replaced
-
-    def _register_beside(self, parent: int | str, tokens: _Tokens, blocks: list[int], replaced: list[int]) -> int:
-        """Enter blocks of a page that may be there, or where other pages hang from the parent."""
-        node, nodes = self.child(parent, tokens), self.nodes
-        if node is None:
-            node = 0 if self._has_windows else nodes[blocks[0]]
-            if node:  # shared, but registered under a parent that was evicted: it moves, with all that hangs from it
-                self._take_out(node)
-            else:
-                node, self._next_node = self._next_node, self._next_node + 1
-            self._hang(node, parent, tokens)
-        for block, known in zip(blocks, self._blocks, strict=True):
-            there = known.get(node)
-            if block == PASSED or nodes[block]:
-                continue
-            if there is not None:
-                if not self._has_windows or self._references[there]:
-                    continue
-                nodes[there] = 0
-                replaced.append(there)
-            known[node], nodes[block] = block, node
         return node
 
-    def _hang(self, node: int, parent: int | str, tokens: _Tokens) -> None:
-        self._pages[node] = parent, tokens
+    def _register_beside(self, block: int, parent: int | str, tokens: _Tokens) -> int:
+        """Enter a block where the parent has other children, or the block is registered already."""
+        found = self.child(parent, tokens)
+        if found is not None:
+            return self.nodes[found]
+        node = self.nodes[block]
+        if node:  # shared, but registered under a parent that was evicted: it moves, with all that hangs from it
+            self._take_out([block])
+        self._hang(block, parent, tokens, node)
+        return self.nodes[block]
+
+    def _register_page(self, blocks: list[int], parent: int | str, tokens: _Tokens) -> int:
+        """Enter what groups have of a page, which may be there already."""
+        place = self.child(parent, tokens)
+        if place is None:
+            place = self._new_place()
+            self._hang(place, parent, tokens)
+            self._places[self._numbers[place]] = place
+        node, held = self._numbers[place], self._held[place]
+        for number, (block, there) in enumerate(zip(blocks, held, strict=True)):
+            if block == PASSED or self.nodes[block] or (there != PASSED and self._references[there]):
+                continue
+            if there != PASSED:
+                self.nodes[there] = 0
+                self.replaced.append(there)
+            held[number] = block
+            self.nodes[block] = node
+        return node
+
+    def _new_place(self) -> int:
+        """A place of a page without blocks."""
+        if not self._free:  # there can be more pages than blocks
+            self._free.append(len(self._numbers))
+            self._numbers.append(0)
+            self._parents.append(0)
+            self._tokens.append(())
+            self._held.append([])
+        place = self._free.pop()
+        self._held[place] = [PASSED] * len(self.groups)
+        return place
+
+    def _hang(self, place: int, parent: int | str, tokens: _Tokens, node: int = 0) -> None:
+        """Hang a page from a parent, by its number, or a new one in place of 0."""
+        if not node:
+            node, self._next_node = self._next_node, self._next_node + 1
+        self._numbers[place], self._parents[place], self._tokens[place] = node, parent, tokens
         siblings = self._children.get(parent)
         if siblings is None:
-            self._children[parent] = node
+            self._children[parent] = place
         elif isinstance(siblings, dict):
-            siblings[tokens] = node
+            siblings[tokens] = place
         else:
-            self._children[parent] = {self._pages[siblings][1]: siblings, tokens: node}
+            self._children[parent] = {self._tokens[siblings]: siblings, tokens: place}
 
-    def _take_out(self, node: int) -> int | str:
-        """Take a page out of the tree; returns its parent. What hangs from the page is not found any more."""
-        parent, tokens = self._pages.pop(node)
-        siblings = self._children.pop(parent)
-        if isinstance(siblings, dict):
-            del siblings[tokens]
-            if siblings:
-                self._children[parent] = siblings
-        return parent
+    def _take_out(self, places: Iterable[int]) -> None:
+        """Take pages out of the tree. What hangs from them is not found any more."""
+        parents, children, numbers = self._parents, self._children, self._numbers
+        for place in places:
+            siblings = children.pop(parents[place])
+            if isinstance(siblings, dict):
+                del siblings[self._tokens[place]]
+                if siblings:
+                    children[parents[place]] = siblings
+            numbers[place] = 0
 
-    def _prune(self, node: int | str) -> None:
+    def _prune(self, place: int) -> None:
         """Take out a page without blocks and children, and those before it that are left so."""
-        while isinstance(node, int) and not (node in self._children or self.blocks_of([node])):
-            node = self._take_out(node)
+        up: int | None = place
+        while up is not None and not (self._numbers[up] in self._children or self.blocks_at([up])):
+            del self._places[self._numbers[up]]
+            self._take_out([up])
+            self._free.append(up)
+            up = self._places.get(self._parents[up])
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take registered blocks out."""
-        nodes, first = self.nodes, self._blocks[0]
-        for block in blocks:
-            node, nodes[block] = nodes[block], 0
-            if self._has_windows:
-                del next(known for known in self._blocks if known.get(node) == block)[node]
-                self._prune(node)
-            else:
-                del first[node]
-                self._take_out(node)
+        if not self._has_windows:
+            self._take_out(blocks)
+        for block in blocks if self._has_windows else ():
+            place, self.nodes[block] = self._places[self.nodes[block]], 0
+            self._held[place][self._held[place].index(block)] = PASSED
+            self._prune(place)
         self.version += 1
 
     def clear(self) -> None:
         """Take all out."""
-        self.nodes = [0] * len(self.nodes)
-        self._pages.clear()
+        self.nodes[:] = [0] * len(self.nodes)
+        self._numbers[:] = [0] * len(self._numbers)
         self._children.clear()
-        for known in self._blocks:
-            known.clear()
+        self._places.clear()
+        self._free = list(range(len(self._held)))
         self.version += 1
 
     def check_by_parts(self, at_once: int) -> Iterator[None]:
@@ -252,23 +300,20 @@ class PrefixIndex:
         Raises:
             RuntimeError: it has not.
         """
-        missing, pages = len(self.nodes) - self.nodes.count(0), len(self._pages)
+        missing, pages = len(self.nodes) - self.nodes.count(0), len(self._places)
         for count, (parent, found) in enumerate(self._children.items(), 1):
-            for node in found.values() if isinstance(found, dict) else [found]:
-                blocks, page = self.blocks_of([node]), self._pages.get(node)
-                missing, pages = missing - len(blocks), pages - 1
-                is_used = blocks or (self._has_windows and node in self._children)
-                if not is_used or page is None or page[0] != parent or any(self.nodes[b] != node for b in blocks):
-                    raise RuntimeError(_DISAGREE)
+            places = list(found.values()) if isinstance(found, dict) else [found]
+            missing, pages = missing - len(self.blocks_at(places)), pages - len(places)
+            if not places or not all(self._is_sound(place, parent) for place in places):
+                missing = -1
+                break
             if count % at_once == 0:
                 yield
-        if missing or pages:
-            raise RuntimeError(_DISAGREE)
+        if missing or (pages and self._has_windows):
+            raise RuntimeError("the prefix index and the registered blocks disagree")
 
-
-_DISAGREE = "the prefix index and the registered blocks disagree"
-
-
-def _unbroken(known: dict[int, int] | dict[int, tuple[int | str, _Tokens]], nodes: list[int]) -> int:
-    """How many of the first nodes are known."""
-    return next((at for at, node in enumerate(nodes) if node not in known), len(nodes))
+    def _is_sound(self, place: int, parent: int | str) -> bool:
+        """A page hangs from this parent, and has blocks or, with windows, children."""
+        node, blocks = self._numbers[place], self.blocks_at([place])
+        is_used = blocks or node in self._children
+        return bool(node and is_used) and self._parents[place] == parent and all(self.nodes[b] == node for b in blocks)

@@ -171,7 +171,7 @@ def footprint(sim: Simulation) -> int:
     branching = [each for each in pool.index._children.values() if isinstance(each, dict)]
     queues = [each._order for each in (pool.cached._protected, *pool.cached._queues.values())]
     of_scheduler = (sim.scheduler.sequences, sim.scheduler.decisions)
-    tree = (pool.index._children, *branching, pool.index._pages, *pool.index._blocks)
+    tree = (pool.index._children, *branching, pool.index._places)
     return sum(map(len, (*kept, *tree, *queues, *of_scheduler)))
 
 
