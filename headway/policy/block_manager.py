@@ -18,7 +18,7 @@ from headway.policy.checkpoints import Checkpoint
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, StepPlan, TableChange
 from headway.policy.prefix_index import PrefixMatch
-from headway.policy.request import NEVER, BlockTable, Sequence, Status
+from headway.policy.request import BlockTable, Sequence, Status
 from headway.policy.swap import HostPool, Swapped
 
 
@@ -85,8 +85,11 @@ class BlockManager:
             known = self._match(sequence)
             restored = self._restorable(sequence, known)
             computed, tables = self._begins(sequence, known)
-        starts = [table.end for table in tables]
-        shared = [block for table in tables for block in table.held]
+        starts: list[int] = []
+        shared: list[int] = []
+        for table in tables:
+            starts.append(table.end)
+            shared += table.held
         blocks.share(shared, owner)
         sequence.num_computed = computed
         sequence.num_registered = min(len(known.nodes), *starts)
@@ -98,10 +101,11 @@ class BlockManager:
             blocks.prefix_stats.note(owner, sequence.prompt_len, sequence.num_computed)
             if shared and known.nodes:
                 blocks.cached.found(shared)
-        for group, end, table in zip(self._groups, self._ends(sequence, starts), tables, strict=True):
+        ends = self._ends(sequence, starts)
+        for number, table in enumerate(tables):
             if table.first and not table.sinks:  # the host has them
-                table.sinks = blocks.allocate(group.sinks, owner)
-            table.blocks += blocks.allocate(end - table.end, owner)
+                table.sinks = blocks.allocate(self._groups[number].sinks, owner)
+            table.blocks += blocks.allocate(ends[number] - starts[number], owner)
         sequence.tables = tables
         sequence.parent = sequence.prefix_match = None
         if restored is not None:
@@ -243,27 +247,24 @@ class BlockManager:
         """Blocks that the next token of a decoding sequence takes, less those that windows have passed."""
         if sequence.room > sequence.num_computed:
             return 0
-        lacking = self._lacking(sequence, self._ends_of_step(sequence, 1))
-        return max(0, lacking - self._passed(sequence))
+        needed = self._blocks.blocks_for(sequence.num_computed + 1)
+        return max(0, self._lacking(sequence, self._ends_of_step(sequence, needed)) - self._passed(sequence))
 
-    def _ends_of_step(self, sequence: Sequence, count: int) -> list[int]:
-        """How long the tables have to be for the next `count` tokens, and with windows for a prompt's largest step."""
-        size, start = self._blocks.block_size, sequence.num_computed
-        needed = (start + count + size - 1) // size
-        if not self._windowed:
-            return [needed]
-        ends, known = [needed] * len(self._groups), self._blocks.blocks_for(len(sequence.tokens))
+    def _ends_of_step(self, sequence: Sequence, needed: int) -> list[int]:
+        """How long the tables have to be for `needed` runs of tokens, and with windows for a prompt's largest step."""
+        blocks, ends = self._blocks, [needed] * len(self._groups)
         for number, group in self._windowed:
-            ends[number] = max(needed, min(known, group.end(start, size)))
+            largest = group.end(sequence.num_computed, blocks.block_size)
+            ends[number] = max(needed, min(blocks.blocks_for(len(sequence.tokens)), largest))
         return ends
 
     def _lacking(self, sequence: Sequence, ends: list[int]) -> int:
         """Blocks that the tables lack to end there; of the next token, in place of those that others hold, too."""
         references, entry, lacking = self._blocks.references, sequence.num_computed // self._blocks.block_size, 0
-        for table, end in zip(sequence.tables, ends):  # noqa: B905
+        for number, table in enumerate(sequence.tables):
             has = table.first + len(table.blocks)
-            if end > has:
-                lacking += end - has
+            if ends[number] > has:
+                lacking += ends[number] - has
             if entry < has and references[table.blocks[entry - table.first]] > 1:
                 lacking += 1
         return lacking
@@ -285,34 +286,35 @@ class BlockManager:
             False when too few blocks are free; nothing changes then.
         """
         blocks, tables, owner = self._blocks, sequence.tables, sequence.service.name
-        size, references = blocks.block_size, blocks.references
-        ends, entry = self._ends_of_step(sequence, count), sequence.num_computed // size
+        size, start, references = blocks.block_size, sequence.num_computed, blocks.references
+        entry, needed = start // size, (start + count + size - 1) // size
+        ends = self._ends_of_step(sequence, needed) if self._windowed else [needed]
         lacking = self._lacking(sequence, ends)
         if lacking > blocks.num_free:
             free = blocks.num_free + self._passed(sequence)
             if lacking > free and self._windowed:  # as others share what windows have passed
-                ends = [blocks.blocks_for(sequence.num_computed + count)] * len(tables)
+                ends = [needed] * len(tables)
                 lacking = self._lacking(sequence, ends)
             if lacking > free:
                 return False
         moved = self._pass_by(sequence) if self._windowed else ()
-        room = NEVER
+        room = 0
         for number, table in enumerate(tables):
             own, first, end = table.blocks, table.first, ends[number]
-            start = has = first + len(own)
+            changed = has = first + len(own)
             if has > entry and references[own[entry - first]] > 1:
-                (copy,), start = blocks.allocate(1, owner), entry
+                (copy,), changed = blocks.allocate(1, owner), entry
                 plan.copies.append((own[entry - first], copy))
                 blocks.release([own[entry - first]])
                 own[entry - first] = copy
             if end > has:
                 own += blocks.allocate(end - has, owner, own[-1] if own else None)
                 has = end
-            if has < room:
+            if has < room or not number:
                 room = has
-            if sequence.in_executor and (start < has or number in moved):
-                added, sinks = own[start - first :], len(table.sinks)
-                plan.tables.append(TableChange(sequence.seq_id, start, added, number, first, sinks))
+            if sequence.in_executor and (changed < has or number in moved):
+                added, sinks = own[changed - first :], len(table.sinks)
+                plan.tables.append(TableChange(sequence.seq_id, changed, added, number, first, sinks))
         sequence.room = room * size
         return True
 

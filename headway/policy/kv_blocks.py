@@ -143,10 +143,12 @@ class KVBlocks:
             lacking = count - len(free)
             if lacking > self.cached.num_cached:
                 raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-            kept = -lacking if lacking < 0 else 0
-            blocks = free[kept:]
-            blocks.reverse()
-            del free[kept:]
+            blocks: list[int] = []
+            if free:
+                kept = -lacking if lacking < 0 else 0
+                blocks = free[kept:]
+                blocks.reverse()
+                del free[kept:]
             if lacking > 0:
                 evicted = self.cached.evict(lacking)
                 self._forget(evicted)

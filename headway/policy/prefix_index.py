@@ -277,12 +277,13 @@ class PrefixIndex:
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take registered blocks out."""
-        if not self._has_windows:
+        if self._has_windows:
+            for block in blocks:
+                place, self.nodes[block] = self._places[self.nodes[block]], 0
+                self._held[place][self._held[place].index(block)] = PASSED
+                self._prune(place)
+        else:
             self._take_out(blocks)
-        for block in blocks if self._has_windows else ():
-            place, self.nodes[block] = self._places[self.nodes[block]], 0
-            self._held[place][self._held[place].index(block)] = PASSED
-            self._prune(place)
         self.version += 1
 
     def clear(self) -> None:
