@@ -85,11 +85,8 @@ class BlockManager:
             known = self._match(sequence)
             restored = self._restorable(sequence, known)
             computed, tables = self._begins(sequence, known)
-        starts: list[int] = []
-        shared: list[int] = []
-        for table in tables:
-            starts.append(table.end)
-            shared += table.held
+        starts = [table.end for table in tables]
+        shared = [block for table in tables for block in table.held]
         blocks.share(shared, owner)
         sequence.num_computed = computed
         sequence.num_registered = min(len(known.nodes), *starts)
@@ -289,8 +286,8 @@ class BlockManager:
         size, start, references = blocks.block_size, sequence.num_computed, blocks.references
         entry, needed = start // size, (start + count + size - 1) // size
         ends = self._ends_of_step(sequence, needed) if self._windowed else [needed]
-        lacking = self._lacking(sequence, ends)
-        if lacking > blocks.num_free:
+        most = sum(ends) - (entry - 1) * len(ends)  # that the tables can lack
+        if most > blocks.num_free and (lacking := self._lacking(sequence, ends)) > blocks.num_free:
             free = blocks.num_free + self._passed(sequence)
             if lacking > free and self._windowed:  # as others share what windows have passed
                 ends = [needed] * len(tables)
@@ -354,15 +351,14 @@ class BlockManager:
         full = sequence.num_computed // size
         if full <= known:
             return
-        if self._windowed and known and not blocks.index.knows(sequence.cache_node):
-            known = 0  # the last page was another's and is gone: begin again
+        further: list[list[int]] = []
+        if self._windowed:
+            if known and not blocks.index.knows(sequence.cache_node):
+                known = 0  # the last page was another's and is gone: begin again
+            further = [table.entries(known, full) for table in tables[1:]]
         parent: int | str = sequence.cache_node if known else sequence.cache_salt
         tokens = tuple(sequence.tokens[known * size : full * size])
-        if self._windowed:
-            first, *further = [table.entries(known, full) for table in tables]
-            sequence.cache_node = blocks.register(first, parent, tokens, further)
-        else:
-            sequence.cache_node = blocks.register(tables[0].blocks[known:full], parent, tokens)
+        sequence.cache_node = blocks.register(tables[0].entries(known, full), parent, tokens, further)
         sequence.num_registered = full
 
     # --- the end ------------------------------------------------------------------------------------

@@ -184,18 +184,19 @@ class KVBlocks:
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
         references, owners, nodes = self.references, self.cached.owners, self.index.nodes
-        idle: list[int] = []
+        freed: list[int] = []
+        cached: list[int] = []
         for block in reversed(blocks):
             left = references[block] = references[block] - 1
             if left == 0:
-                idle.append(block)
+                (cached if nodes[block] else freed).append(block)
             elif left < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-        whose = [owners[block] for block in idle]
+        whose = [owners[block] for block in freed + cached]
         for owner in set(whose):
             self.used[owner] -= whose.count(owner)
-        self._free += [block for block in idle if not nodes[block]]
-        self.cached.add([block for block in idle if nodes[block]])
+        self._free += freed
+        self.cached.add(cached)
 
     def pass_by(self, blocks: list[int]) -> None:
         """As release(), of blocks that a window has passed while their sequence goes on. They are given up first."""

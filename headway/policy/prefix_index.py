@@ -99,14 +99,17 @@ class PrefixIndex:
         """
         if known.version == self.version:
             return
-        self._drop_forgotten(known)
+        numbers, size = self._numbers, self._block_size
+        for at, (place, node) in enumerate(zip(known.places, known.nodes, strict=True)):
+            if numbers[place] != node:  # it was forgotten, and so is all after it
+                del known.places[at:], known.nodes[at:]
+                break
         parent: int | str = known.nodes[-1] if known.nodes else salt
-        size = self._block_size
         for start in range(len(known.nodes) * size, (len(tokens) - 1) // size * size, size):
             place = self.child(parent, tuple(tokens[start : start + size]))
             if place is None:
                 break
-            parent = self._numbers[place]
+            parent = numbers[place]
             known.places.append(place)
             known.nodes.append(parent)
         if self._has_windows:
@@ -114,14 +117,6 @@ class PrefixIndex:
         else:
             known.blocks, known.whole, known.length = known.places, len(known.places), len(known.places)
         known.version = self.version
-
-    def _drop_forgotten(self, known: PrefixMatch) -> None:
-        """Drop what no longer holds: a place whose node has changed, and all after it."""
-        numbers = self._numbers
-        for at, (place, node) in enumerate(zip(known.places, known.nodes, strict=True)):
-            if numbers[place] != node:
-                del known.places[at:], known.nodes[at:]
-                return
 
     def _measure(self, known: PrefixMatch) -> None:
         """Find how many of its pages groups without a window have, and how many can be gone on from."""
