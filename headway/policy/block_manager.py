@@ -1,7 +1,15 @@
 """The block tables of sequences: which blocks of the pool hold their tokens, from admission to the end.
 
-A block that another sequence holds too is copied before it is written. A block is registered in the prefix index once
-it is full and all its tokens are final.
+A sequence has a table for each KV cache group; where all layers see all tokens, that is one. A block that another
+sequence holds too is copied before it is written. Blocks are registered in the prefix index once they are full and all
+their tokens are final.
+
+The table of a group with a window gives up the blocks that the window has passed, when the sequence next needs a block.
+A prompt under way has the blocks of its largest step, so that what it gives up becomes the blocks of its next tokens
+and it is never out of memory, although it does not hold all blocks of its tokens.
+
+What a window has passed is still known to the prefix index, and given up before all other blocks. It is only kept like
+others where a prompt ends, and where it leaves what the index knew: there others may go on from it.
 """
 
 from __future__ import annotations
@@ -10,12 +18,12 @@ from headway.policy.checkpoints import Checkpoint
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.plan import ScheduledSequence, StepPlan, TableChange
 from headway.policy.prefix_index import PrefixMatch
-from headway.policy.request import Sequence, Status
+from headway.policy.request import BlockTable, Sequence, Status
 from headway.policy.swap import HostPool, Swapped
 
 
 class BlockManager:
-    """Takes blocks of a pool for sequences and gives them back; keeps their `block_table`s.
+    """Takes blocks of a pool for sequences and gives them back; keeps their `tables`.
 
     Args:
         host: where blocks of preempted sequences may be swapped out to.
@@ -24,24 +32,42 @@ class BlockManager:
     def __init__(self, blocks: KVBlocks, host: HostPool | None = None) -> None:
         self._blocks = blocks
         self._host = host
+        self._groups = blocks.index.groups
+        self._windowed = [(number, group) for number, group in enumerate(self._groups) if group.window]
 
     # --- admission ----------------------------------------------------------------------------------
 
     def wanted(self, sequence: Sequence) -> int:
-        """Free blocks that its admission takes: those of all known tokens, less the shared ones that are in use."""
-        prefix, references = self._known_prefix(sequence), self._blocks.references
-        in_use = sum(1 for block in prefix if references[block])
-        return self._blocks.blocks_for(len(sequence.tokens)) - in_use + self._can_fork(sequence)
+        """Free blocks that its admission takes: those of its tables, less the shared ones that are in use."""
+        if sequence.parent is not None and self._can_fork(sequence):
+            starts = [table.end for table in self._forked(sequence)]
+            return sum(self._ends(sequence, starts)) - sum(starts) + len(starts)
+        known, lacking = self._match(sequence), 0
+        if sequence.swapped is None or self._restorable(sequence, known) is None:
+            starts, shared = [known.length] * len(self._groups), known.blocks
+            if self._blocks.checkpoints is not None:
+                shared = shared[: known.length]
+        else:
+            tables = self._begins(sequence, known)[1]
+            starts = [table.end for table in tables]
+            shared = [block for table in tables for block in table.held]
+            lacking = sum(group.sinks for number, group in self._windowed if tables[number].first)
+        references = self._blocks.references
+        cached = [references[block] for block in shared].count(0)
+        return sum(self._ends(sequence, starts)) - sum(starts) + cached + lacking
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Of a waiting sequence: those that need not be computed."""
-        found = len(self._known_prefix(sequence))
-        if sequence.swapped is not None and sequence.swapped.first <= found:
-            return max(found * self._blocks.block_size, sequence.swapped.computed)
-        return min(found * self._blocks.block_size, len(sequence.tokens) - 1)
+        if self._can_fork(sequence):
+            return sequence.prompt_len - 1
+        known = self._match(sequence)
+        swapped = self._restorable(sequence, known)
+        return known.length * self._blocks.block_size if swapped is None else swapped.computed
 
     def admit(self, sequence: Sequence, spare: int) -> bool:
-        """Give a waiting sequence blocks for all known tokens, shared with its parent or a cached prefix where it can.
+        """Give a waiting sequence blocks for its known tokens, shared with its parent or a cached prefix where it can.
+
+        Tables with a window get the blocks of what is computed first.
 
         Args:
             spare: blocks that must be left free.
@@ -49,60 +75,125 @@ class BlockManager:
         Returns:
             False when too few blocks are free; nothing is taken then.
         """
-        blocks, owner = self._blocks, sequence.service.name
+        blocks, owner, parent, restored = self._blocks, sequence.service.name, sequence.parent, None
         if self.wanted(sequence) + spare > blocks.num_free:
             return False
-        table = list(self._known_prefix(sequence))
-        blocks.share(table, owner)
-        if sequence.parent is not None and self._can_fork(sequence):
-            sequence.num_computed = sequence.prompt_len - 1
-            sequence.parent.room = 0
+        if parent is not None and self._can_fork(sequence):
+            known, computed, tables = PrefixMatch(), sequence.prompt_len - 1, self._forked(sequence)
+            parent.room = 0  # it copies the block that both go on in
         else:
-            sequence.num_computed = len(table) * blocks.block_size
-            self._plan_checkpoints(sequence)
-            sequence.num_registered = len(table)
-            sequence.cache_node = blocks.node_of(table[-1]) if table else 0
+            known = self._match(sequence)
+            restored = self._restorable(sequence, known)
+            computed, tables = self._begins(sequence, known)
+        starts = [table.end for table in tables]
+        shared = [block for table in tables for block in table.held]
+        blocks.share(shared, owner)
+        sequence.num_computed = computed
+        sequence.num_registered = min(len(known.nodes), *starts)
+        sequence.cache_node = known.nodes[sequence.num_registered - 1] if sequence.num_registered else 0
+        if self._windowed or blocks.checkpoints is not None:
+            self._plan_keeps(sequence, known.nodes)
         if sequence.preemptions == 0 and sequence.output_len == 0:
             sequence.cached_tokens = sequence.num_computed
             blocks.prefix_stats.note(owner, sequence.prompt_len, sequence.num_computed)
-            if sequence.num_registered:
-                blocks.cached.found(table)
-        table.extend(blocks.allocate(blocks.blocks_for(len(sequence.tokens)) - len(table), owner))
-        sequence.block_table = table
+            if shared and known.nodes:
+                blocks.cached.found(shared)
+        ends = self._ends(sequence, starts)
+        for number, table in enumerate(tables):
+            if table.first and not table.sinks:  # the host has them
+                table.sinks = blocks.allocate(self._groups[number].sinks, owner)
+            table.blocks += blocks.allocate(ends[number] - starts[number], owner)
+        sequence.tables = tables
         sequence.parent = sequence.prefix_match = None
-        self._swap_in(sequence)
+        if restored is not None:
+            self._restore(sequence, restored, starts)
+        self._free_host(sequence)
         return True
 
-    def _known_prefix(self, sequence: Sequence) -> list[int]:
-        if sequence.parent is not None and self._can_fork(sequence):
-            return sequence.parent.block_table[: self._blocks.blocks_for(sequence.prompt_len)]
-        if sequence.needs_every_token:
-            return []  # every prompt token is computed
+    def _can_fork(self, sequence: Sequence) -> bool:
+        """A further choice of a request takes over the prompt's blocks of the first one, if that has them still.
+
+        States are not kept. Where the first choice has passed what windows see at the prompt's end, the further one
+        finds the prompt in the prefix index.
+        """
+        parent, size = sequence.parent, self._blocks.block_size
+        if parent is None or parent.status is not Status.RUNNING or sequence.output_len:
+            return False
+        firsts = [(parent.tables[number].first, group) for number, group in self._windowed]
+        is_whole = all(first <= group.first(sequence.prompt_len - 1, size) for first, group in firsts)
+        return is_whole and self._blocks.checkpoints is None
+
+    def _forked(self, sequence: Sequence) -> list[BlockTable]:
+        """What a further choice takes over: all of the prompt, of which the last token is computed again."""
+        assert sequence.parent is not None
+        size, tables = self._blocks.block_size, []
+        for group, table in zip(self._groups, sequence.parent.tables, strict=True):
+            first = group.first(sequence.prompt_len - 1, size)
+            sinks = (table.sinks or table.blocks[: group.sinks]) if first else []
+            entries = table.entries(first, self._blocks.blocks_for(sequence.prompt_len))
+            tables.append(BlockTable(first, entries, list(sinks)))
+        return tables
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        """What the prefix index has of a waiting sequence; where there are checkpoints, up to the last of them."""
+        blocks = self._blocks
+        if not blocks.enable_prefix_caching or sequence.needs_every_token:
+            return PrefixMatch()  # every prompt token is computed
         if sequence.prefix_match is None:
             sequence.prefix_match = PrefixMatch()
-        known = self._blocks.match(sequence.tokens, sequence.cache_salt, sequence.prefix_match)
-        if self._blocks.checkpoints is not None:
-            return known[: self._blocks.checkpoints.known(sequence.prefix_match.nodes)]
+        known = sequence.prefix_match
+        blocks.index.match(sequence.tokens, sequence.cache_salt, known)
+        if blocks.checkpoints is not None:
+            known.whole = known.length = blocks.checkpoints.known(known.nodes)
         return known
 
-    def _can_fork(self, sequence: Sequence) -> bool:
-        """A further choice of a request takes over the prompt's blocks of the first one; their states are not kept."""
-        parent = sequence.parent
-        runs = parent is not None and parent.status is Status.RUNNING
-        return runs and sequence.output_len == 0 and self._blocks.checkpoints is None
+    def _restorable(self, sequence: Sequence, known: PrefixMatch) -> Swapped | None:
+        """What the host has of a sequence, if it has more than the index, and all that the index has not."""
+        swapped = sequence.swapped
+        if swapped is None or swapped.computed <= known.length * self._blocks.block_size:
+            return None
+        has_all = swapped.first <= known.whole or len(self._windowed) == len(self._groups)
+        return swapped if has_all else None
+
+    def _begins(self, sequence: Sequence, known: PrefixMatch) -> tuple[int, list[BlockTable]]:
+        """Tokens of a waiting sequence that need not be computed, and the known blocks that its tables begin with.
+
+        What the host has of tables is not among the blocks.
+        """
+        size, swapped = self._blocks.block_size, self._restorable(sequence, known)
+        computed = known.length * size if swapped is None else swapped.computed
+        places = known.places[: known.length if swapped is None else min(known.whole, computed // size)]
+        return computed, [
+            BlockTable(*self._blocks.index.table(number, places))
+            if swapped is None or group.window is None
+            else BlockTable(group.first(computed, size))
+            for number, group in enumerate(self._groups)
+        ]
+
+    def _ends(self, sequence: Sequence, starts: list[int]) -> list[int]:
+        """How long the tables become whose known entries end there."""
+        needed = self._blocks.blocks_for(len(sequence.tokens))
+        ends = [needed] * len(starts)
+        for number, group in self._windowed:
+            ends[number] = min(needed, max(starts[number], group.sinks) + group.ahead)
+        return ends
 
     # --- checkpoints --------------------------------------------------------------------------------
 
-    def _plan_checkpoints(self, sequence: Sequence) -> None:
-        """Note which state an admitted sequence goes on from, and behind which tokens its own is to be kept."""
-        checkpoints, size, found = self._blocks.checkpoints, self._blocks.block_size, sequence.prefix_match
-        if checkpoints is None or not self._blocks.enable_prefix_caching:
-            return
-        computed, nodes = sequence.num_computed, found.nodes if found is not None else []
-        if computed:
-            sequence.checkpoint = checkpoints.read(nodes[computed // size - 1])
-        leaves, ends = len(nodes) * size, (len(sequence.tokens) - 1) // size * size
-        worth_it = leaves - computed >= checkpoints.spacing
+    def _plan_keeps(self, sequence: Sequence, nodes: list[int]) -> None:
+        """Note behind which tokens the state of an admitted sequence is to be kept, or what windows see.
+
+        Where there are states, also which one it goes on from.
+        """
+        checkpoints, size, computed = self._blocks.checkpoints, self._blocks.block_size, sequence.num_computed
+        leaves, ends, least = len(nodes) * size, (len(sequence.tokens) - 1) // size * size, 0
+        if checkpoints is not None:
+            if not self._blocks.enable_prefix_caching:
+                return
+            if computed:
+                sequence.checkpoint = checkpoints.read(nodes[computed // size - 1])
+            least = checkpoints.spacing
+        worth_it = leaves - computed >= least
         sequence.keeps_at = tuple(at for at in sorted({leaves, ends}) if at > computed and (worth_it or at == ends))
 
     def keep_states(self, sequence: Sequence, count: int) -> tuple[Checkpoint, ...]:
@@ -150,62 +241,138 @@ class BlockManager:
     # --- steps --------------------------------------------------------------------------------------
 
     def growth(self, sequence: Sequence) -> int:
-        """Blocks that the next token of a decoding sequence takes."""
-        table, at = sequence.block_table, sequence.num_computed // self._blocks.block_size
-        return int(at >= len(table) or self._blocks.references[table[at]] > 1)
+        """Blocks that the next token of a decoding sequence takes, less those that windows have passed."""
+        if sequence.room > sequence.num_computed:
+            return 0
+        needed = self._blocks.blocks_for(sequence.num_computed + 1)
+        return max(0, self._lacking(sequence, self._ends_of_step(sequence, needed)) - self._passed(sequence))
+
+    def _ends_of_step(self, sequence: Sequence, needed: int) -> list[int]:
+        """How long the tables have to be for `needed` runs of tokens, and with windows for a prompt's largest step."""
+        blocks, ends = self._blocks, [needed] * len(self._groups)
+        for number, group in self._windowed:
+            largest = group.end(sequence.num_computed, blocks.block_size)
+            ends[number] = max(needed, min(blocks.blocks_for(len(sequence.tokens)), largest))
+        return ends
+
+    def _lacking(self, sequence: Sequence, ends: list[int]) -> int:
+        """Blocks that the tables lack to end there; of the next token, in place of those that others hold, too."""
+        references, entry, lacking = self._blocks.references, sequence.num_computed // self._blocks.block_size, 0
+        for number, table in enumerate(sequence.tables):
+            has = table.first + len(table.blocks)
+            if ends[number] > has:
+                lacking += ends[number] - has
+            if entry < has and references[table.blocks[entry - table.first]] > 1:
+                lacking += 1
+        return lacking
+
+    def _passed(self, sequence: Sequence) -> int:
+        """Blocks that become free when a sequence gives up what windows have passed."""
+        references, size, found = self._blocks.references, self._blocks.block_size, 0
+        for number, group in self._windowed:
+            table, first = sequence.tables[number], group.first(sequence.num_computed, size)
+            found += sum(references[block] == 1 for block in table.entries(table.first or group.sinks, first))
+        return found
 
     def extend(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Give the sequence blocks of its own for its next `count` tokens, and tell the plan.
 
+        Tables give up what windows have passed.
+
         Returns:
             False when too few blocks are free; nothing changes then.
         """
-        blocks, table = self._blocks, sequence.block_table
-        size, start = blocks.block_size, sequence.num_computed
-        first = start // size
-        shared = first < len(table) and blocks.references[table[first]] > 1
-        missing = (start + count + size - 1) // size - len(table)
-        if missing <= 0 and not shared:
-            sequence.room = len(table) * size
-            return True
-        if max(0, missing) + shared > blocks.num_free:
-            return False
-        if shared:
-            (copy,) = blocks.allocate(1, sequence.service.name)
-            plan.copies.append((table[first], copy))
-            blocks.release([table[first]])
-            table[first] = copy
-        changed = first if shared else len(table)
-        if missing > 0:
-            table.extend(blocks.allocate(missing, sequence.service.name, table[-1]))
-        sequence.room = len(table) * size
-        if sequence.in_executor:
-            plan.tables.append(TableChange(sequence.seq_id, changed, table[changed:]))
+        blocks, tables, owner = self._blocks, sequence.tables, sequence.service.name
+        size, start, references = blocks.block_size, sequence.num_computed, blocks.references
+        entry, needed = start // size, (start + count + size - 1) // size
+        ends = self._ends_of_step(sequence, needed) if self._windowed else [needed]
+        most = sum(ends) - (entry - 1) * len(ends)  # that the tables can lack
+        if most > blocks.num_free and (lacking := self._lacking(sequence, ends)) > blocks.num_free:
+            free = blocks.num_free + self._passed(sequence)
+            if lacking > free and self._windowed:  # as others share what windows have passed
+                ends = [needed] * len(tables)
+                lacking = self._lacking(sequence, ends)
+            if lacking > free:
+                return False
+        moved = self._pass_by(sequence) if self._windowed else ()
+        room = 0
+        for number, table in enumerate(tables):
+            own, first, end = table.blocks, table.first, ends[number]
+            changed = has = first + len(own)
+            if has > entry and references[own[entry - first]] > 1:
+                (copy,), changed = blocks.allocate(1, owner), entry
+                plan.copies.append((own[entry - first], copy))
+                blocks.release([own[entry - first]])
+                own[entry - first] = copy
+            if end > has:
+                own += blocks.allocate(end - has, owner, own[-1] if own else None)
+                has = end
+            if has < room or not number:
+                room = has
+            if sequence.in_executor and (changed < has or number in moved):
+                added, sinks = own[changed - first :], len(table.sinks)
+                plan.tables.append(TableChange(sequence.seq_id, changed, added, number, first, sinks))
+        sequence.room = room * size
         return True
+
+    def _pass_by(self, sequence: Sequence) -> list[int]:
+        """Give up what windows have passed, sinks apart; returns the numbers of the tables that have changed."""
+        size, changed = self._blocks.block_size, []
+        for number, group in self._windowed:
+            table, first = sequence.tables[number], group.first(sequence.num_computed, size)
+            start = table.first or group.sinks
+            if first <= table.first:
+                continue
+            kept, passed = list[int](), list[int]()
+            for entry, block in enumerate(table.entries(start, first), start):
+                ends = (at for at in sequence.keeps_at if entry * size < at)
+                (kept if any(group.first(at, size) <= entry for at in ends) else passed).append(block)
+            self._blocks.release(kept)
+            self._blocks.pass_by(passed)
+            if not table.first:
+                table.sinks = table.blocks[: group.sinks]
+            del table.blocks[: first - table.first]
+            table.first = first
+            changed.append(number)
+        return changed
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks after the newest token's: they were for drafts."""
         kept = self._blocks.blocks_for(len(sequence.tokens))
-        self._blocks.release(sequence.block_table[kept:])
-        del sequence.block_table[kept:]
+        for table in sequence.tables:
+            self._blocks.release(table.entries(kept, table.end))
+            del table.blocks[max(0, kept - table.first) :]
         sequence.room = 0
 
     def register_full(self, sequence: Sequence) -> None:
         """Enter the blocks that have become full in the prefix index."""
-        size, known, table = self._blocks.block_size, sequence.num_registered, sequence.block_table
+        blocks, known, tables = self._blocks, sequence.num_registered, sequence.tables
+        size = blocks.block_size
         full = sequence.num_computed // size
-        if full > known:
-            parent: int | str = sequence.cache_node if known else sequence.cache_salt
-            tokens = tuple(sequence.tokens[known * size : full * size])
-            sequence.cache_node = self._blocks.register(table[known:full], parent, tokens)
-            sequence.num_registered = full
+        if full <= known:
+            return
+        further: list[list[int]] = []
+        if self._windowed:
+            if known and not blocks.index.knows(sequence.cache_node):
+                known = 0  # the last page was another's and is gone: begin again
+            further = [table.entries(known, full) for table in tables[1:]]
+        parent: int | str = sequence.cache_node if known else sequence.cache_salt
+        tokens = tuple(sequence.tokens[known * size : full * size])
+        sequence.cache_node = blocks.register(tables[0].entries(known, full), parent, tokens, further)
+        sequence.num_registered = full
 
     # --- the end ------------------------------------------------------------------------------------
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take what a sequence that failed has registered out of the prefix index, so that others do not find it."""
-        found = sequence.cached_tokens // self._blocks.block_size
-        self._blocks.withdraw(sequence.block_table[found : sequence.num_registered])
+        size, registered = self._blocks.block_size, sequence.num_registered
+        found = sequence.cached_tokens // size
+        if self._windowed:  # which have passed some of it
+            known = PrefixMatch()
+            self._blocks.index.match([*sequence.tokens[: registered * size], 0], sequence.cache_salt, known)
+            self._blocks.withdraw(self._blocks.index.blocks_at(known.places[found:]))
+        else:
+            self._blocks.withdraw(sequence.held_blocks[found:registered])
 
     def preempt(self, sequence: Sequence) -> None:
         """As release(), but the host may keep what the blocks hold until the sequence returns."""
@@ -214,28 +381,38 @@ class BlockManager:
         sequence.swapped = swapped
 
     def _swap_out(self, sequence: Sequence) -> Swapped | None:
-        """What others share with a sequence and the prefix index knows is not swapped out."""
-        blocks, table, computed = self._blocks, sequence.block_table, sequence.num_computed
+        """What others share with a sequence in all tables without a window, and the index knows, is not swapped out."""
+        blocks, tables, computed = self._blocks, sequence.tables, sequence.num_computed
         if self._host is None or not computed or sequence.needs_every_token:
             return None
-        first = 0
-        while first < sequence.num_registered and blocks.references[table[first]] > 1:
+        references, first = blocks.references, 0
+        whole = [table.blocks for table, group in zip(tables, self._groups, strict=True) if group.window is None]
+        while whole and first < sequence.num_registered and all(references[table[first]] > 1 for table in whole):
             first += 1
-        held = table[first : blocks.blocks_for(computed)]
+        held = [block for part in self._parts(sequence, [first] * len(tables)) for block in part]
         return self._host.swap_out(held, first, first * blocks.block_size, computed) if held else None
 
-    def _swap_in(self, sequence: Sequence) -> None:
-        """Have what the prefix index does not know of a sequence copied back, if the host has all of it."""
-        swapped, sequence.swapped = sequence.swapped, None
-        if self._host is None or swapped is None:
-            return
-        blocks, found = self._blocks, sequence.num_computed
-        at = found // blocks.block_size
-        if swapped.first <= at and found < swapped.computed:
-            table = sequence.block_table[at : blocks.blocks_for(swapped.computed)]
-            self._host.swap_in(swapped.host_blocks[at - swapped.first :], table, swapped.computed - found)
-            sequence.num_computed = swapped.computed
-        self._host.free(swapped)
+    def _parts(self, sequence: Sequence, starts: list[int]) -> list[list[int]]:
+        """What tables have of computed tokens, those without a window from these entries on."""
+        size, computed = self._blocks.block_size, sequence.num_computed
+        end, parts = self._blocks.blocks_for(computed), []
+        for group, table, start in zip(self._groups, sequence.tables, starts, strict=True):
+            first = start if group.window is None else group.first(computed, size)
+            sinks = table.sinks or table.blocks[: group.sinks] if group.window is not None and first else []
+            parts.append(sinks + table.entries(first, end))
+        return parts
+
+    def _restore(self, sequence: Sequence, swapped: Swapped, starts: list[int]) -> None:
+        """Have copied back what tables without a window lack from `starts` on, and others altogether."""
+        assert self._host is not None
+        wanted, host_blocks, at = list[int](), list[int](), 0
+        of_host = self._parts(sequence, [swapped.first] * len(starts))
+        for part, lacking in zip(of_host, self._parts(sequence, starts), strict=True):
+            at += len(part)
+            wanted += lacking
+            host_blocks += swapped.host_blocks[at - len(lacking) : at]
+        found = min((start for group, start in zip(self._groups, starts, strict=True) if not group.window), default=0)
+        self._host.swap_in(host_blocks, wanted, swapped.computed - found * self._blocks.block_size)
 
     def _free_host(self, sequence: Sequence) -> None:
         if self._host is not None and sequence.swapped is not None:
@@ -243,13 +420,22 @@ class BlockManager:
             sequence.swapped = None
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all blocks, those on the host too; the sequence has nothing computed any more."""
+        """Give back all blocks, those on the host too; the sequence has nothing computed any more.
+
+        Blocks of the last tokens are the first to be given up.
+        """
         self._free_host(sequence)
         self._let_go(sequence)
         if sequence.rolling and self._blocks.checkpoints is not None:
             self._blocks.checkpoints.settle(sequence.rolling)
             sequence.rolling = 0
-        self._blocks.release(sequence.block_table)
-        sequence.block_table = []
+        tables = sequence.tables
+        if len(tables) > 1:
+            entries = [(table.first + at, block) for table in tables for at, block in enumerate(table.blocks)]
+            entries += [entry for table in tables for entry in enumerate(table.sinks)]
+            self._blocks.release([block for _, block in sorted(entries)])
+        elif tables:
+            self._blocks.release(tables[0].held)
+        sequence.tables = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0
         sequence.in_executor = False

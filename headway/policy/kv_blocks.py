@@ -16,13 +16,11 @@ from itertools import chain, pairwise
 from headway.policy.checkpoints import Checkpoints
 from headway.policy.eviction import COMMON, CachedBlocks
 from headway.policy.kv_groups import KVCacheGroup, most_blocks
-from headway.policy.page_index import PageIndex
 from headway.policy.prefix_index import PrefixIndex, PrefixMatch
 
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
 PROTECTED_SHARE = 0.25
-_NONE = -2  # no block follows it
 
 
 class OutOfBlocks(RuntimeError):
@@ -58,7 +56,7 @@ class KVBlocks:
         used: blocks in use of each class.
         cached: those that nobody holds and that hold a prefix.
         pinned: those that stay in use for good.
-        pages: the prefix index, where there are groups.
+        index: which blocks hold which prefix.
         checkpoints: of prefixes, without which they are not known; None for a model without recurrent layers.
         allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
 
@@ -92,8 +90,7 @@ class KVBlocks:
         self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self.groups = tuple(groups)
-        self.pages = PageIndex(num_blocks, block_size, self.groups) if groups else None
-        self._index = self.pages or PrefixIndex(num_blocks, block_size)
+        self.index = PrefixIndex(num_blocks, block_size, groups, self.references)
 
     @property
     def num_free(self) -> int:
@@ -130,7 +127,7 @@ class KVBlocks:
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, owner: str = COMMON, after: int = _NONE) -> list[int]:
+    def allocate(self, count: int, owner: str = COMMON, after: int | None = None) -> list[int]:
         """Take `count` blocks for a class, evicting cached ones where too few are free.
 
         Args:
@@ -139,32 +136,32 @@ class KVBlocks:
         Raises:
             OutOfBlocks: when fewer can be had; nothing is taken then.
         """
-        lacking = count - len(self._free)
-        if lacking > self.cached.num_cached:
-            raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-        blocks = self._take_free(count) if self._free else []
-        if lacking > 0:
-            evicted = self.cached.evict(lacking)
-            self._forget(evicted)
-            blocks += evicted
-        owners, references = self.cached.owners, self.references
+        free, owners, references = self._free, self.cached.owners, self.references
+        if count == 1 and free:
+            blocks = [free.pop()]
+        else:
+            lacking = count - len(free)
+            if lacking > self.cached.num_cached:
+                raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
+            blocks: list[int] = []
+            if free:
+                kept = -lacking if lacking < 0 else 0
+                blocks = free[kept:]
+                blocks.reverse()
+                del free[kept:]
+            if lacking > 0:
+                evicted = self.cached.evict(lacking)
+                self._forget(evicted)
+                blocks += evicted
+            if count > 1:
+                self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
         for block in blocks:
             references[block] = 1
             owners[block] = owner
+        if count:
+            self.runs += blocks[0] - 1 != after
         self.used[owner] += count
         self.allocated += count
-        if count:
-            self.runs += blocks[0] != after + 1
-        if count > 1:
-            self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
-        return blocks
-
-    def _take_free(self, count: int) -> list[int]:
-        """So many blocks, or all that are free."""
-        kept = max(0, len(self._free) - count)
-        blocks = self._free[kept:]
-        blocks.reverse()
-        del self._free[kept:]
         return blocks
 
     def share(self, blocks: Iterable[int], owner: str = COMMON) -> None:
@@ -186,25 +183,26 @@ class KVBlocks:
 
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
-        references, owners, nodes = self.references, self.cached.owners, self._index.nodes
-        idle: list[int] = []
+        references, owners, nodes = self.references, self.cached.owners, self.index.nodes
+        freed: list[int] = []
+        cached: list[int] = []
         for block in reversed(blocks):
             left = references[block] = references[block] - 1
             if left == 0:
-                idle.append(block)
+                (cached if nodes[block] else freed).append(block)
             elif left < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-        whose = [owners[block] for block in idle]
+        whose = [owners[block] for block in freed + cached]
         for owner in set(whose):
             self.used[owner] -= whose.count(owner)
-        self._free += [block for block in idle if not nodes[block]]
-        self.cached.add([block for block in idle if nodes[block]])
+        self._free += freed
+        self.cached.add(cached)
 
     def pass_by(self, blocks: list[int]) -> None:
         """As release(), of blocks that a window has passed while their sequence goes on. They are given up first."""
         passed: list[int] = []
         for block in blocks:
-            if self.references[block] > 1 or not self._index.nodes[block] or self.cached.is_protected(block):
+            if self.references[block] > 1 or not self.index.nodes[block] or self.cached.is_protected(block):
                 self.release([block])
             else:
                 self.references[block] = 0
@@ -233,21 +231,20 @@ class KVBlocks:
         if not self.enable_prefix_caching:
             return []
         known = PrefixMatch() if known is None else known
-        self._index.match(tokens, salt, known)
+        self.index.match(tokens, salt, known)
         return known.blocks
 
-    def register(self, blocks: list[int], parent: int | str, tokens: tuple[int, ...]) -> int:
+    def register(
+        self, blocks: list[int], parent: int | str, tokens: tuple[int, ...], further: Sequence[list[int]] = ()
+    ) -> int:
         """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register()."""
-        assert isinstance(self._index, PrefixIndex)
-        return self._index.register(blocks, parent, tokens)
-
-    def register_pages(self, parent: int | str, tokens: tuple[int, ...], rows: Sequence[Sequence[int]]) -> int:
-        """The same where there are groups, as PageIndex.register()."""
-        assert self.pages is not None
-        page, replaced = self.pages.register(parent, tokens, rows, self.references)
-        for block in replaced:
-            self._drop_idle(block)
-        return page
+        index = self.index
+        node = index.register(blocks, parent, tokens, further)
+        if index.replaced:
+            for block in index.replaced:
+                self._drop_idle(block)
+            index.replaced.clear()
+        return node
 
     def _drop_idle(self, block: int) -> None:
         """A cached block is no longer registered."""
@@ -257,7 +254,7 @@ class KVBlocks:
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the index, as their contents can't be trusted."""
-        known = [block for block in dict.fromkeys(blocks) if self._index.nodes[block]]
+        known = [block for block in dict.fromkeys(blocks) if self.index.nodes[block]]
         self._forget(known)
         for block in known:
             if self.references[block]:
@@ -268,12 +265,12 @@ class KVBlocks:
     def _forget(self, blocks: list[int]) -> None:
         if self.checkpoints is not None:
             for block in blocks:
-                self.checkpoints.drop(self._index.nodes[block])
-        self._index.forget(blocks)
+                self.checkpoints.drop(self.index.nodes[block])
+        self.index.forget(blocks)
 
     def node_of(self, block: int) -> int:
-        """The node of a registered block."""
-        return self._index.nodes[block]
+        """The page of a registered block."""
+        return self.index.nodes[block]
 
     def reset_prefix_cache(self) -> None:
         """Forget every registered prefix; blocks in use stay with their sequences, pinned ones are given up."""
@@ -283,7 +280,7 @@ class KVBlocks:
         self.cached.clear()
         if self.checkpoints is not None:
             self.checkpoints.clear()
-        self._index.clear()
+        self.index.clear()
 
     # --- integrity ----------------------------------------------------------------------------------
 
@@ -307,7 +304,7 @@ class KVBlocks:
             if idle[block]:
                 raise RuntimeError(f"block {block} is twice among the free and cached ones")
             idle[block] = 1
-            if count > len(self._free) and not self._index.nodes[block]:
+            if count > len(self._free) and not self.index.nodes[block]:
                 raise RuntimeError(f"block {block} is cached, but the prefix index does not know it")
             if count % CHECKED_AT_ONCE == 0:
                 yield
@@ -318,6 +315,6 @@ class KVBlocks:
                 raise RuntimeError(f"block {block} has {held} references and is {'' if idle[block] else 'not '}idle")
             if block % CHECKED_AT_ONCE == 0:
                 yield
-        yield from self._index.check_by_parts(CHECKED_AT_ONCE)
+        yield from self.index.check_by_parts(CHECKED_AT_ONCE)
         if self.used.total() != self.num_blocks - self.num_free:
             raise RuntimeError(f"classes use {self.used.total()} blocks, {self.num_blocks - self.num_free} are in use")

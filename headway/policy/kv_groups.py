@@ -10,15 +10,13 @@ Layers with attention sinks see the first tokens of a sequence, too, whose block
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 
 import msgspec
 
-from headway.cost.layers import AttentionSinks
-
 # Block tables of a sequence. More, for fewer layers each, would waste less memory and cost more work with each block.
 MOST_GROUPS = 8
+PASSED = -1  # in a block table: a window has passed the block, which is another's
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -57,32 +55,7 @@ class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
         return num_blocks if self.window is None else min(num_blocks, self.sinks + self.ahead + self.known)
 
 
-@dataclass(slots=True)
-class GroupTable:
-    """A sequence's block table of one group.
-
-    Args:
-        first: the entry of the first block; a window has passed those before.
-        sinks: the blocks of the first entries, which stay where a window has passed those behind them.
-    """
-
-    first: int = 0
-    blocks: list[int] = field(default_factory=list)
-    sinks: list[int] = field(default_factory=list)
-
-    @property
-    def held(self) -> list[int]:
-        """All its blocks, in order."""
-        return self.sinks + self.blocks
-
-    @property
-    def end(self) -> int:
-        """Entries, those before the first block included."""
-        return self.first + len(self.blocks)
-
-    def entries(self, start: int, end: int) -> list[int]:
-        """The blocks of these entries, as far as it has them."""
-        return self.blocks[max(0, start - self.first) : max(0, end - self.first)]
+WHOLE = KVCacheGroup(None)  # the only group where all layers see all tokens
 
 
 def most_blocks(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
@@ -90,12 +63,21 @@ def most_blocks(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
     return sum(group.most(num_blocks) for group in groups) if groups else num_blocks
 
 
-def decode_blocks(window: int | None, tokens: int, block_size: int, sinks: AttentionSinks | None = None) -> int:
-    """Blocks of one group that a sequence of so many tokens holds while it decodes."""
+def _first_tokens(window: int, sinks: tuple[int, int] | None) -> int:
+    """How many of a sequence's first tokens layers with this window see as sinks."""
+    return sinks[0] if sinks is not None and window == sinks[1] else 0
+
+
+def decode_blocks(window: int | None, tokens: int, block_size: int, sinks: tuple[int, int] | None = None) -> int:
+    """Blocks of one group that a sequence of so many tokens holds while it decodes.
+
+    Args:
+        sinks: how many of the first tokens are sinks, and the window of the layers that have them.
+    """
     whole = -(-tokens // block_size)
     if window is None:
         return whole
-    first = sinks.sinks if sinks is not None and window == sinks.window else 0
+    first = _first_tokens(window, sinks)
     return min(whole, -(-first // block_size) + -(-(window - first - 1) // block_size) + 1)
 
 
@@ -146,20 +128,20 @@ def kv_cache_groups(
     largest_chunk: int,
     max_model_len: int,
     block_size: int,
-    sinks: AttentionSinks | None = None,
+    sinks: tuple[int, int] | None = None,
 ) -> tuple[KVCacheGroup, ...]:
     """The groups of a model whose layers have these windows; empty where all layers see all of a sequence.
 
     Args:
         largest_chunk: most tokens of a sequence in a step.
-        sinks: of those layers whose window it has.
+        sinks: how many of the first tokens are sinks, and the window of the layers that have them.
     """
     seen, groups = seen_windows(windows, max_model_len), []
     for window in group_windows(seen) if seen else ():
         if window is None:
             groups.append(KVCacheGroup(None))
         else:
-            first = sinks.sinks if sinks is not None and window == sinks.window else 0
+            first = _first_tokens(window, sinks)
             behind = window - first - 1
             ahead = -(-(behind + largest_chunk) // block_size) + 1
             groups.append(KVCacheGroup(behind + 1, ahead, -(-behind // block_size), first // block_size))

@@ -10,13 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from headway.policy.checkpoints import Checkpoint
+from headway.policy.kv_groups import PASSED
 from headway.policy.pooling import PoolingParams
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.step_time import StepWork, pairs
 from headway.policy.swap import BlockSwap
-
-PASSED = -1  # in a block table: a window has passed the block, which is another's
 
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
@@ -60,9 +59,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
 
 def state_of(sequence: Sequence) -> SequenceState:
     """All that an executor has to know of a sequence, with copies of its lists."""
-    tables = [
-        table.sinks + [PASSED] * (table.first - len(table.sinks)) + table.blocks for table in sequence.tables
-    ] or [list(sequence.block_table)]
+    tables = [table.entries(0, table.end) for table in sequence.tables]
     return SequenceState(
         sequence.seq_id,
         sequence.params,

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from headway.policy.kv_groups import GroupTable
+from headway.policy.kv_groups import PASSED
 from headway.policy.ledger import Ledger, Phase
 from headway.policy.pooling import PoolingParams
 from headway.policy.prefix_index import PrefixMatch
@@ -70,6 +70,37 @@ class Request(msgspec.Struct, array_like=True, gc=False):
         return [Resumed(index, []) for index in range(self.params.n)] if self.resumed is None else self.resumed
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """A sequence's blocks in one KV cache group, in order of position.
+
+    Args:
+        first: the entry of the first block; a window has passed those before.
+        sinks: the blocks of the first entries, which stay where a window has passed those behind them.
+    """
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+    sinks: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[int]:
+        """All its blocks, in order."""
+        return self.sinks + self.blocks if self.sinks else self.blocks
+
+    @property
+    def end(self) -> int:
+        """Entries, those before the first block included."""
+        return self.first + len(self.blocks)
+
+    def entries(self, start: int, end: int) -> list[int]:
+        """The blocks of these entries, as far as it has them; PASSED for those that a window has passed."""
+        first = self.first
+        if start >= first:
+            return self.blocks[start - first : end - first]
+        return (self.sinks + [PASSED] * (first - len(self.sinks)))[start:end] + self.blocks[: max(0, end - first)]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request. `tokens` is the prompt followed by what was generated so far.
@@ -99,11 +130,10 @@ class Sequence:
 
     status: Status = Status.WAITING
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
-    tables: list[GroupTable] = field(default_factory=list)  # in place of block_table where there are KV cache groups
-    cache_node: int = 0  # where the registered part of block_table ends in the prefix index
+    tables: list[BlockTable] = field(default_factory=list)  # while it runs: one for each KV cache group
+    cache_node: int = 0  # where the registered part of its tables ends in the prefix index
     room: int = 0  # tokens for which it has blocks that are its own from num_computed on; 0 is not known
-    num_registered: int = 0  # blocks of block_table that are in the prefix index
+    num_registered: int = 0  # blocks of each table that are in the prefix index, or were
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     expected_len: int = 0  # of its prompt and its output, if that is as long as others of its class
     has_starved: bool = False  # it has waited so long that nobody goes before it
@@ -150,8 +180,8 @@ class Sequence:
     @property
     def held_blocks(self) -> list[int]:
         """Those of all its tables."""
-        if not self.tables:
-            return self.block_table
+        if len(self.tables) == 1:
+            return self.tables[0].held
         return [block for table in self.tables for block in table.held]
 
     @property

@@ -14,7 +14,6 @@ from headway.policy.accounting import Accounting, StepTimes
 from headway.policy.block_manager import BlockManager
 from headway.policy.decisions import Decision
 from headway.policy.fairness import FairSequences
-from headway.policy.grouped_blocks import GroupedBlockManager
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.order import ORDERS, OrderedSequences
 from headway.policy.plan import StepPlan, work_of
@@ -58,7 +57,7 @@ class Sequences:
         self.config = config
         self.blocks = blocks
         self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
-        self.block_manager = (GroupedBlockManager if blocks.groups else BlockManager)(blocks, self.host)
+        self.block_manager = BlockManager(blocks, self.host)
         self.orders = ORDERS[config.policy]
         self.accounting = Accounting(step_time)
         self.running = OrderedSequences(self.orders.running)

@@ -16,8 +16,8 @@ from headway.cost.layers import AttentionSinks
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import GroupTable, KVCacheGroup, kv_cache_groups
-from headway.policy.plan import PASSED, ScheduledSequence, SequenceState, StepPlan, work_of
+from headway.policy.kv_groups import PASSED, KVCacheGroup, kv_cache_groups
+from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, work_of
 from headway.policy.pooling import PoolingParams
 from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.queue_bound import Place, QueueBound, QueueLimits
@@ -384,7 +384,7 @@ class Simulation:
             samples = end >= len(sequence.tokens) and sequence.pooling is None
             assert item.samples == (1 + drafts if samples else 0)
             assert drafts == 0 or (item.decoding and end < sequence.max_len)
-            for table in sequence.tables or [GroupTable(0, sequence.block_table)]:
+            for table in sequence.tables:
                 assert table.end * size >= end
                 for block in table.entries(item.start // size, -(-end // size)):
                     assert scheduler.blocks.references[block] == 1, "a step would write into a shared block"
@@ -455,9 +455,7 @@ class Simulation:
             sequence, state = self.sequence_of(item), self.executor.known[item.seq_id]
             drafted = [*sequence.tokens[: item.start], *item.token_ids] if item.decoding else sequence.tokens
             assert state.tokens == drafted
-            for known, table in zip(
-                state.block_tables, sequence.tables or [GroupTable(0, sequence.block_table)], strict=True
-            ):
+            for known, table in zip(state.block_tables, sequence.tables, strict=True):
                 passed = [PASSED] * (table.first - len(table.sinks))
                 assert known[: table.end] == table.sinks + passed + table.blocks
             assert (state.seed, state.prompt_len) == (sequence.seed, sequence.prompt_len)
@@ -480,7 +478,7 @@ class Simulation:
         assert self.scheduler.host is None or self.scheduler.host.num_used == 0
         for sequence in self.sequences:
             assert sequence.status is Status.FINISHED
-            assert sequence.block_table == []
+            assert sequence.tables == []
             assert sequence.displacements <= self.scheduler.orders.displaces
             check_ledger(sequence)
 

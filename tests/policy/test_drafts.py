@@ -54,7 +54,7 @@ class Drafting(Faulty):
         """Nobody holds a block for a token that was refused, and what the index knows is in the cache."""
         blocks = self.scheduler.blocks
         for sequence in self.scheduler.running:
-            assert len(sequence.block_table) <= blocks.blocks_for(len(sequence.tokens))
+            assert len(sequence.held_blocks) <= blocks.blocks_for(len(sequence.tokens))
             assert sequence.num_registered * self.block_size <= sequence.num_computed < len(sequence.tokens)
         for sequence in self.sequences:
             found = blocks.match([*sequence.tokens, 0], sequence.cache_salt)
@@ -132,7 +132,7 @@ def test_what_is_accepted_is_computed_and_what_is_refused_gives_its_blocks_back(
     (item,) = answer(sim, [50, 51, 90])
     assert item.token_ids[1:] == [50, 51, 52, 53, 54] and item.samples == 6
     assert sequence.tokens[9:] == [50, 51, 90]
-    assert (sequence.num_computed, len(sequence.block_table), sequence.num_registered) == (11, 3, 2)
+    assert (sequence.num_computed, len(sequence.held_blocks), sequence.num_registered) == (11, 3, 2)
     (item,) = answer(sim, [91])
     assert (item.start, item.token_ids) == (11, [90])
     assert sequence.num_registered == 3, "a block is found by others once all its tokens are certain"

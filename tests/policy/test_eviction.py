@@ -151,7 +151,7 @@ def test_ten_thousand_sessions_leave_nothing_behind() -> None:
         run(sim)
     pool = sim.scheduler.blocks
     assert pool.num_free == pool.num_blocks and pool.used.total() == 0 and len(sim.scheduler.sequences) == 0
-    assert sum(map(bool, pool._index.nodes)) == pool.cached.num_cached <= pool.num_blocks
+    assert sum(map(bool, pool.index.nodes)) == pool.cached.num_cached <= pool.num_blocks
     assert max(sizes[2:]) <= 1.1 * sizes[1], sizes
 
 
@@ -168,10 +168,11 @@ def footprint(sim: Simulation) -> int:
     """Entries in everything that the pool, its queues and the scheduler keep."""
     pool = sim.scheduler.blocks
     kept = (pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class, pool.cached._branches)
-    branching = [each for each in pool._index._children.values() if isinstance(each, dict)]
+    branching = [each for each in pool.index._children.values() if isinstance(each, dict)]
     queues = [each._order for each in (pool.cached._protected, *pool.cached._queues.values())]
     of_scheduler = (sim.scheduler.sequences, sim.scheduler.decisions)
-    return sum(map(len, (*kept, pool._index._children, *branching, *queues, *of_scheduler)))
+    tree = (pool.index._children, *branching, pool.index._places)
+    return sum(map(len, (*kept, *tree, *queues, *of_scheduler)))
 
 
 class EvictionMachine(RuleBasedStateMachine):

@@ -111,6 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = KVBlocks(12, 2)
         self.live: list[tuple[list[int], list[int]]] = []
+        self.contents: dict[int, list[int]] = {}  # what was written to each block, with all before it
         self.known: dict[tuple[int, ...], PrefixMatch] = {}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
@@ -123,13 +124,15 @@ class PoolMachine(RuleBasedStateMachine):
         prefix = self.pool.match(tokens, "")
         assert len(prefix) * 2 < len(tokens)
         for block, at in zip(prefix, range(len(prefix)), strict=True):
-            assert self.pool._index._tokens[block] == tuple(tokens[at * 2 : at * 2 + 2])
+            assert self.contents[block] == tokens[: at * 2 + 2]
         revived = sum(1 for block in prefix if self.pool.references[block] == 0)
         missing = self.pool.blocks_for(len(tokens)) - len(prefix)
         if missing + revived > self.pool.num_free:
             return
         self.pool.share(prefix)
         table = prefix + self.pool.allocate(missing)
+        for at in range(len(prefix), len(table)):
+            self.contents[table[at]] = tokens[: at * 2 + 2]
         node: int | str = self.pool.node_of(prefix[-1]) if prefix else ""
         full = len(tokens) // 2
         self.pool.register(table[len(prefix) : full], node, tuple(tokens[len(prefix) * 2 : full * 2]))

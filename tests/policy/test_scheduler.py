@@ -144,7 +144,7 @@ def test_choices_share_the_prompt_and_copy_the_block_they_write() -> None:
     assert sim.step_sequences() == [first]
     items = sim.step()
     assert sorted(item.num_tokens for item in items) == [1, 1, 1]
-    tables = [s.block_table for s in (first, *others)]
+    tables = [s.held_blocks for s in (first, *others)]
     assert tables[0][:4] == tables[1][:4] == tables[2][:4]
     assert len({table[4] for table in tables}) == 3
     assert all(s.cached_tokens == 17 for s in others)
@@ -156,13 +156,13 @@ def test_the_executor_is_told_of_a_block_that_is_exchanged() -> None:
     sim = Simulation(num_blocks=32)
     sequence = sim.submit([1, 2], 9)
     sim.step()
-    (held,) = sequence.block_table
+    (held,) = sequence.held_blocks
     sim.scheduler.blocks.share([held])
     sequence.room = 0  # as the block manager notes where it shares a block
     plan = sim.scheduler.schedule(sim.now)
-    assert plan.copies == [(held, sequence.block_table[0])]
-    assert [(c.seq_id, c.start, c.blocks) for c in plan.tables] == [(sequence.seq_id, 0, sequence.block_table)]
-    assert len(sequence.block_table) == 1
+    assert plan.copies == [(held, sequence.held_blocks[0])]
+    assert [(c.seq_id, c.start, c.blocks) for c in plan.tables] == [(sequence.seq_id, 0, sequence.held_blocks)]
+    assert len(sequence.held_blocks) == 1
 
 
 def test_choices_go_on_when_the_first_is_aborted() -> None:

@@ -104,7 +104,7 @@ def state(server: Server) -> dict[str, Any]:
         "stalls": accounting.take_stalls(),
         "clocks": (accounting._decode.phases_ns, accounting._queue.phases_ns, accounting._steps),
         "learnt": vars(accounting.step_time),
-        "pool": (pool._free, vars(pool._index), pool.references, list(pool.cached), pool.cached.evictions),
+        "pool": (pool._free, vars(pool.index), pool.references, list(pool.cached), pool.cached.evictions),
         "checkpoints": None if pool.checkpoints is None else vars(pool.checkpoints),
         "preemptions": scheduler.num_preemptions,
         "promises": promises and (promises.between_steps_ns, promises._passes, promises.are_prompts_promised),
