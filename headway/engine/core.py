@@ -300,7 +300,7 @@ class EngineCore:
             prompt_tokens=prompt_tokens,
             prefix_cache_queries=prefix.queries - counted.prefix_cache_queries,
             prefix_cache_hits=prefix.hits - counted.prefix_cache_hits,
-            preemptions=scheduler.num_preemptions - counted.preemptions,
+            preemptions=scheduler.sequences.num_preemptions - counted.preemptions,
             scheduled_tokens=scheduled_tokens,
             received=self._received,
             stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
@@ -309,13 +309,11 @@ class EngineCore:
             longest_step_ns=self._longest_step_ns,
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
-        counted.preemptions = scheduler.num_preemptions
+        counted.preemptions = scheduler.sequences.num_preemptions
         self._memory.add_to(stats)
-        if scheduler.slo is not None:
-            opened = scheduler.slo.window.num_opened
-            stats.windows, counted.windows = opened - counted.windows, opened
-        if scheduler.fair is not None:
-            stats.fairness_lead, stats.fairness_bound = scheduler.fair.lead, scheduler.fair.bound
+        opened = scheduler.policy.num_windows
+        stats.windows, counted.windows = opened - counted.windows, opened
+        stats.fairness_lead, stats.fairness_bound = scheduler.waiting.lead, scheduler.waiting.bound
         return stats
 
     def check(self) -> None:
