@@ -68,7 +68,7 @@ def _checked(name: str, found: object) -> type[SchedulingPolicy]:
         if theirs is ours or hook.startswith("_"):
             continue
         if inspect.isfunction(ours):
-            _check_hook(f"scheduling policy {name!r}: {hook}", theirs, inspect.signature(ours))
+            _check_hook(f"scheduling policy {name!r}: {hook}", theirs, list(inspect.signature(ours).parameters))
         elif not isinstance(theirs, property | type(ours)):
             kind = type(ours).__name__
             raise ValueError(f"scheduling policy {name!r}: {hook} is {theirs!r}; it must be of type {kind}")
@@ -76,13 +76,14 @@ def _checked(name: str, found: object) -> type[SchedulingPolicy]:
     return found
 
 
-def _check_hook(where: str, theirs: object, wanted: inspect.Signature) -> None:
+def _check_hook(where: str, theirs: object, wanted: list[str]) -> None:
     if not inspect.isfunction(theirs):
-        raise ValueError(f"{where} is {theirs!r}; it must be a method {wanted}")
+        raise ValueError(f"{where} is {theirs!r}; it must be a method with ({', '.join(wanted)})")
+    given = inspect.signature(theirs)
     try:
-        inspect.signature(theirs).bind(*wanted.parameters)
+        given.bind(*wanted)
     except TypeError:
-        raise ValueError(f"{where} takes {inspect.signature(theirs)}; it must take {wanted}") from None
+        raise ValueError(f"{where} takes ({', '.join(given.parameters)}), not ({', '.join(wanted)})") from None
 
 
 def _check_orders(name: str, orders: Orders) -> None:

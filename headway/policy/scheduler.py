@@ -154,7 +154,7 @@ class Scheduler:
 
     def _settle_who_decodes(self, step: Step) -> None:
         """Less those who were preempted, and those who are left out: all where prompts are computed alone."""
-        if not self.config.sharing.decodes(bool(step.prompts) or len(self.waiting) > 0):
+        if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
             step.left_out = step.decoding
         if step.plan.preempted:
             step.decoding = [sequence for sequence in step.decoding if sequence.status is Status.RUNNING]
@@ -233,7 +233,7 @@ class Scheduler:
         """
         drafts, self._drafts = self._drafts, {}
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
-        if len(self.waiting) or not self.accounting.all_decode(len(self.running)):
+        if len(self.sequences.waiting) or not self.accounting.all_decode(len(self.running)):
             spare -= self.blocks.block_size
         spare = min(spare, self.policy.most_drafts(work_of(plan.scheduled)))
         for item in plan.scheduled:
@@ -273,7 +273,7 @@ class Scheduler:
         There are blocks for it, but where others share what its windows have passed: then these may have to go.
         """
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        most = self.policy.most_tokens(sequence, budget)
+        most = min(wanted, self.policy.most_tokens(sequence, budget))
         decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
         if count < wanted and not self.config.enable_chunked_prefill:
