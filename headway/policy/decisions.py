@@ -57,7 +57,7 @@ class Decision:
         self.decoding, self.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
         self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
         if plan.preempted:
-            preempted = [sequences[seq_id] for seq_id in plan.preempted]
+            preempted = [sequences[seq_id] for seq_id in plan.preempted if seq_id in sequences]  # others were ended
             self.preempted = [sequence.request_id for sequence in preempted]
             self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
         if plan.swaps:

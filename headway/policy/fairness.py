@@ -279,8 +279,9 @@ class FairSequences(OrderedSequences):
 
     def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
         """Charge the new tokens."""
-        for sequence, _ in sampled:
-            self.charge(sequence)
+        for sequence, tokens in sampled:
+            if tokens or sequence.finish_reason is None:
+                self.charge(sequence)
         self.measure()
 
     def measure(self) -> None:

@@ -177,7 +177,7 @@ class OrderedSequences:
         """A sequence has been admitted and is no longer here; `running` are all that run, with this one."""
 
     def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
-        """These have new tokens."""
+        """These have new tokens, or have ended without."""
 
     def measure(self) -> None:
         """Note who is how far ahead at this moment."""

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import math
+import random
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway import LLM, SamplingParams
 from headway.bench.results import load_json
 from headway.engine.config import EngineConfig
+from headway.policy.order import Orders
+from headway.policy.plan import ScheduledSequence
 from headway.policy.policies import POLICIES, policy_class
-from headway.policy.request import Sequence
+from headway.policy.request import FinishReason, Sequence
+from headway.policy.scheduling_policy import SchedulingPolicy
+from headway.policy.sequences import Step
+from headway.policy.step_budget import StepBudget
+from headway.policy.step_time import StepWork
+from headway.policy.swap import SwapSpace
 from tests.policy.simulation import Simulation
 from tests.simulator.test_run import MODEL, simulate
 
@@ -80,6 +90,70 @@ def test_the_example_decides_in_the_simulator(example: str, tmp_path: Path) -> N
         short = [each for each in records if each.planned_prompt_tokens < 100]
         means.append(statistics.fmean(each.chunk_ns[0] - each.sent_ns for each in short))
     assert means[1] < 0.5 * means[0]
+
+
+class Whimsical(SchedulingPolicy):
+    """Answers at random, but lets somebody run if nobody does."""
+
+    orders = Orders.by(lambda sequence: (sequence.prompt_len % 3,))  # many are equal
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.rng = random.Random(self.config.max_num_seqs)
+
+    def prepare(self, step: Step) -> None:
+        for sequence in list(step.sequences.running)[1:]:
+            if self.rng.random() < 0.05:
+                step.preempt(sequence)
+        if self.rng.random() < 0.05 and len(step.sequences.waiting):
+            step.end(self.rng.choice(list(step.sequences.waiting)), FinishReason.TIMEOUT)
+        step.left_out = [sequence for sequence in step.decoding[1:] if self.rng.random() < 0.2]
+
+    def make_room(self, decoding: list[Sequence], step: Step) -> list[Sequence]:
+        return decoding[: max(1, len(decoding) - (self.rng.random() < 0.1))]
+
+    def time_for(self, decodes: StepWork, running: Iterable[Sequence]) -> float:
+        return self.rng.choice([math.inf, 1e9])
+
+    def most_tokens(self, sequence: Sequence, budget: StepBudget) -> int:
+        return self.rng.choice([1, 3, 1000])
+
+    def may_start(self, sequence: Sequence, num_running: int) -> bool:
+        return num_running == 0 or self.rng.random() < 0.7
+
+    def spare_for(self, sequence: Sequence, spare: int) -> int:
+        return spare + self.rng.randrange(3) if spare else 0
+
+    def lets_past(self, blocked: Sequence) -> bool:
+        return True
+
+    def may_pass(self, sequence: Sequence) -> bool:
+        return self.rng.random() < 0.5
+
+
+class Lenient(Simulation):
+    """Who gets a token, and how many, is the policy's affair; all else holds."""
+
+    def check_plan(self, items: list[ScheduledSequence], ran_before: set[Sequence]) -> None:
+        assert sum(item.num_tokens for item in items) <= self.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.max_num_seqs
+        assert len({item.seq_id for item in items}) == len(items)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_a_policy_answers_the_books_are_straight(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "whimsical", Whimsical)
+    rng = random.Random(seed)
+    weights = {"a": 1.0, "b": 2.0} if seed % 2 else {}
+    swap = SwapSpace(rng.choice([0, 20]), 1.0, 1.0)
+    sim = Lenient(num_blocks=24, max_num_seqs=2 + seed % 9, policy="whimsical", weights=weights, swap=swap, rng=rng)
+    for _ in range(30):
+        prompt = [rng.randrange(4) for _ in range(rng.randrange(1, 40))]
+        sim.submit_choices(prompt, rng.randrange(1, 12), n=rng.choice([1, 1, 2]), tenant=rng.choice("ab"))
+        for _ in range(rng.randrange(3)):
+            sim.step()
+    sim.run_until_done()
+    sim.check_all_closed()
 
 
 BAD = "from headway.policy.order import Orders\nfrom headway.policy.scheduling_policy import SchedulingPolicy\n"
