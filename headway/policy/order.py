@@ -70,17 +70,17 @@ def _equal(sequence: Sequence) -> int:
 
 
 def priority_level(sequence: Sequence) -> int:
-    """By priority."""
+    """The priority."""
     return sequence.priority
 
 
 def class_rank(sequence: Sequence) -> int:
-    """By class; one that has starved comes before all."""
+    """The rank of its class; one that has starved comes before all."""
     return -1 if sequence.has_starved else sequence.rank
 
 
 def promise_rank(sequence: Sequence) -> int:
-    """By promise, then by class."""
+    """The rank of its class, behind all classes for one without a promise; one that has starved comes before all."""
     if sequence.has_starved:
         return -1
     return sequence.rank + (_LAST_RANK if sequence.has_yielded or sequence.due_ns == NEVER else 0)

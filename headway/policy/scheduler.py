@@ -153,7 +153,7 @@ class Scheduler:
         return step
 
     def _settle_who_decodes(self, step: Step) -> None:
-        """Less those who were preempted, and those who are left out: all where prompts are computed alone."""
+        """Take out who was preempted, and who is left out: everybody where prompts are computed alone."""
         if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
             step.left_out = step.decoding
         if step.plan.preempted:
