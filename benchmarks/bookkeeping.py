@@ -25,7 +25,7 @@ from headway.models.config import ModelConfig
 from headway.policy.accounting import StepTimes
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import ORDERS
+from headway.policy.policies import POLICIES
 from headway.policy.request import Request
 from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
@@ -142,8 +142,8 @@ def print_schedulings(steps: int) -> None:
     """A table of three rounds in turn: medians, and the greatest of the 95th percentiles."""
     print("schedule and complete: median microseconds a step, three times in turn, and the greatest 95th percentile")
     for running, waiting in ((16, 0), (16, 100), (256, 10_000)):
-        rounds = [{policy: schedulings(policy, running, waiting, steps) for policy in ORDERS} for _ in range(3)]
-        for policy in ORDERS:
+        rounds = [{policy: schedulings(policy, running, waiting, steps) for policy in POLICIES} for _ in range(3)]
+        for policy in POLICIES:
             medians = "  ".join(f"{statistics.median(times[policy]):6.0f}" for times in rounds)
             p95 = max(statistics.quantiles(times[policy], n=20)[-1] for times in rounds)
             print(f"  {running:3} running, {waiting:6} waiting, {policy:9s} {medians}   {p95:6.0f}", flush=True)

@@ -14,8 +14,8 @@ import msgspec
 from headway.class_file import parse_class_file
 from headway.policy.accounting import StepTimes
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import ORDERS
 from headway.policy.plan import StepPlan
+from headway.policy.policies import POLICIES
 from headway.policy.queue_bound import QueueLimits
 from headway.policy.quota import Quotas
 from headway.policy.request import Status
@@ -91,7 +91,7 @@ class Watch:
     def _look_for_starving(self, plan: StepPlan, now: int) -> None:
         """Check that a sequence goes first if it waited too long (with objectives) or was overtaken too often."""
         scheduler = self.scheduler
-        if scheduler.slo is None:
+        if scheduler.config.policy != "slo":
             most = max((sequence.times_bypassed for sequence in scheduler.waiting), default=0)
             may = scheduler.config.max_bypasses
             assert most <= may, f"{most} have gone past one, {may} may"
@@ -226,7 +226,7 @@ class World:
         batched = max(seats, rng.randrange(8, 128)) if chunked else max(seats, longest)
         least = -(-longest // size)
         blocks, caches = rng.randrange(least, least * (seats + 1) + 1), rng.random() < 0.8
-        policy, lookahead, bypasses = rng.choice(list(ORDERS)), rng.randrange(0, 6), rng.randrange(0, 8)
+        policy, lookahead, bypasses = rng.choice(list(POLICIES)), rng.randrange(0, 6), rng.randrange(0, 8)
         swap = SwapSpace(rng.choice([0, 0, 3, 200]), fixed_ns=1e4, block_ns=rng.choice([1e3, 1e5]))
         stall, patience = rng.choice([0.5, 5.0, math.inf]), rng.choice([0.5, 20.0, math.inf, math.inf])
 

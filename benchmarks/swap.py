@@ -132,7 +132,7 @@ class Trial:
         """The milliseconds that the return of a victim takes, beyond as many steps in which it decodes."""
         plain = min(self._step_ms() for _ in range(3))
         plan = StepPlan()
-        self._core.scheduler._preempt(victim, plan, time.monotonic_ns())
+        self._core.scheduler.sequences.preempt(victim, plan, time.monotonic_ns())
         self._core._drop(victim.seq_id)
         known, cost = victim.output_len, 0.0
         while victim.output_len == known:

@@ -18,6 +18,7 @@ from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
+from headway.policy.policies import policy_class
 from headway.server.settings import ServerSettings
 
 _BEGAN_NS = time.monotonic_ns()
@@ -67,7 +68,7 @@ def serve(
     engine.model = str(model_folder(model or NAME))
     server.root = model or NAME
     server.served_model_names = server.served_model_names or [short_name(server.root)]
-    server.priority_allowed = engine.scheduling_policy == "priority"
+    server.priority_allowed = policy_class(engine.scheduling_policy).uses_priority
     _run(engine, server, chat_template, replay, engine_timeout)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from headway.cost.layers import MOST_SINKS, AttentionSinks
 from headway.flags import Flag, size, tokens
 from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
+from headway.policy.policies import policy_class, policy_name
 from headway.policy.preload import PreloadedPrompt
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig, check_budget
@@ -124,8 +125,10 @@ class SchedulingOptions:
     scheduling_policy: Annotated[
         str,
         _engine(
-            "How requests are ordered: by objectives (slo), arrival (fcfs) or priority (lower first).",
-            choices=("slo", "fcfs", "priority"),
+            "How requests are ordered: by objectives (slo), arrival (fcfs), priority (lower first), or your class.",
+            parse=policy_name,
+            default="slo",
+            metavar="slo|fcfs|priority|MODULE:CLASS",
             common=True,
         ),
     ] = "slo"
@@ -199,7 +202,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
     Raises:
-        ValueError: a step has fewer tokens than sequences, or there are far more threads than processors.
+        ValueError: a step has fewer tokens than sequences, there are far more threads than processors, or there is no
+            such scheduling policy.
     """
 
     model: str = ""
@@ -229,6 +233,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens is not None:
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        policy_class(self.scheduling_policy)
         processors = len(os.sched_getaffinity(0))
         if self.num_threads is not None and self.num_threads > MOST_THREADS * processors:
             raise ValueError(

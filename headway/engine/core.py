@@ -291,31 +291,30 @@ class EngineCore:
     def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> EngineStats:
         """Gauges now, and counters since the last call."""
         scheduler, counted = self.scheduler, self._counted
+        sequences = scheduler.sequences
         prefix = scheduler.blocks.prefix_stats
         stats = EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_running=len(sequences.running),
+            num_waiting=len(sequences.waiting),
             kv_cache_usage=scheduler.blocks.usage,
             step_ns=step_ns,
             prompt_tokens=prompt_tokens,
             prefix_cache_queries=prefix.queries - counted.prefix_cache_queries,
             prefix_cache_hits=prefix.hits - counted.prefix_cache_hits,
-            preemptions=scheduler.num_preemptions - counted.preemptions,
+            preemptions=sequences.num_preemptions - counted.preemptions,
             scheduled_tokens=scheduled_tokens,
             received=self._received,
             stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
-            running_of_class=dict(scheduler.running.of_class),
-            waiting_of_class=dict(scheduler.waiting.of_class),
+            running_of_class=dict(sequences.running.of_class),
+            waiting_of_class=dict(sequences.waiting.of_class),
             longest_step_ns=self._longest_step_ns,
         )
         counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
-        counted.preemptions = scheduler.num_preemptions
+        counted.preemptions = sequences.num_preemptions
         self._memory.add_to(stats)
-        if scheduler.slo is not None:
-            opened = scheduler.slo.window.num_opened
-            stats.windows, counted.windows = opened - counted.windows, opened
-        if scheduler.fair is not None:
-            stats.fairness_lead, stats.fairness_bound = scheduler.fair.lead, scheduler.fair.bound
+        opened = scheduler.policy.num_windows
+        stats.windows, counted.windows = opened - counted.windows, opened
+        stats.fairness_lead, stats.fairness_bound = sequences.waiting.lead, sequences.waiting.bound
         return stats
 
     def check(self) -> None:

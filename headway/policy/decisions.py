@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.policy.plan import StepPlan
-from headway.policy.promises import Outlook
 from headway.policy.request import Sequence
 from headway.policy.step_time import StepTimeModel
 
@@ -21,7 +20,7 @@ class Decision:
         decoding, prompt_tokens: what was put in it.
         waiting, running: how many there were afterwards.
         queue: why the others still wait, as the ledger's phase.
-        slack_ns, tightest: until the next promised token is due, and whose it is.
+        slack_ns, tightest: until the next promised token is due, and whose it is; infinite and empty for none.
         urgent: the prompt for which others were held back.
         left_out: decoding sequences that got no token.
         yielded: who was put behind the others or refused, and why.
@@ -53,21 +52,16 @@ class Decision:
     predicted_ns: float = 0.0
     took_ns: int = 0
 
-    def note(
-        self, plan: StepPlan, outlook: Outlook, sequences: Mapping[int, Sequence], step_time: StepTimeModel
-    ) -> None:
-        """Note what was put into the plan and why."""
+    def note(self, plan: StepPlan, sequences: Mapping[int, Sequence], step_time: StepTimeModel) -> None:
+        """Note what was put into the plan."""
         self.decoding, self.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
-        self.slack_ns, self.left_out = outlook.slack_ns, len(outlook.left_out)
-        if outlook.tightest is not None:
-            self.tightest = outlook.tightest.request_id
-        if outlook.urgent is not None:
-            self.urgent = outlook.urgent.request_id
         self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
-        preempted = [sequences[seq_id] for seq_id in plan.preempted]
-        self.preempted = [sequence.request_id for sequence in preempted]
-        self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
-        self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
+        if plan.preempted:
+            preempted = [sequences[seq_id] for seq_id in plan.preempted if seq_id in sequences]  # others were ended
+            self.preempted = [sequence.request_id for sequence in preempted]
+            self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
+        if plan.swaps:
+            self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
         if step_time.is_trained:
             self.predicted_ns = step_time.predict_ns(plan.work)
 

@@ -122,7 +122,7 @@ class FairSequences(OrderedSequences):
         line.asked[tenant] += _uncharged(sequence)
         level = self._level(sequence)
         entries = line.waiting.setdefault(level, {}).setdefault(tenant, [])
-        at = bisect_left(entries, (self._order(sequence),))
+        at = bisect_left(entries, (self._order(sequence), sequence))
         sequence.passed_over -= line.passes_from(level, tenant, at)  # those before it came
         entries.insert(at, (self._order(sequence), sequence))
 
@@ -131,7 +131,7 @@ class FairSequences(OrderedSequences):
         line, tenant = self._lines[self._line_of(sequence)], sequence.tenant
         level = self._level(sequence)
         alike = line.waiting[level]
-        at = bisect_left(alike[tenant], (self._order(sequence),))
+        at = bisect_left(alike[tenant], (self._order(sequence), sequence))
         sequence.passed_over += line.passes_from(level, tenant, at)
         if at:
             alike[tenant][at - 1][1].passes += sequence.passes
@@ -199,7 +199,7 @@ class FairSequences(OrderedSequences):
         return self._order(one) < self._order(other)
 
     def in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Running prompts in the order in which they go on: the places of a line are taken as in the queue."""
+        """The places of a line are taken as in the queue."""
         if len({sequence.tenant for sequence in prompts}) < 2:
             return prompts
         alike: dict[int, list[Sequence]] = {}
@@ -245,11 +245,7 @@ class FairSequences(OrderedSequences):
         return self.weights.get(tenant, 1.0)
 
     def admitted(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Charge what is known of a sequence that has been admitted and is no longer in the queue.
-
-        Args:
-            running: all sequences that run, with this one.
-        """
+        """Charge what is known of it."""
         sequence.line, tenant = self._line_of(sequence), sequence.tenant
         line, weight = self._line(sequence.line), self._weight(tenant)
         sequence.charged = max(sequence.charged, sequence.num_computed)
@@ -281,8 +277,14 @@ class FairSequences(OrderedSequences):
             self._line(sequence.line).charge(sequence.tenant, self.cost(sequence))
             sequence.charged += count
 
+    def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
+        """Charge the new tokens."""
+        for sequence, tokens in sampled:
+            if tokens or sequence.finish_reason is None:
+                self.charge(sequence)
+        self.measure()
+
     def measure(self) -> None:
-        """Note who is how far ahead at this moment."""
         for line in self._lines.values():
             if len(line.joined) > 1:
                 self.lead = max(self.lead, line.lead())

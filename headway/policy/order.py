@@ -1,7 +1,8 @@
 """Who comes first: in the queue, in a step, and among those who must go.
 
 An order is a function from a sequence to a key, and the smallest key is first. A sequence's key must not change while
-it is in a list, so that lists stay sorted, and no two keys may be equal. A scheduling policy is a row of ORDERS.
+it is in a list, so that lists stay sorted. Of equal keys the one that came first is first. A scheduling
+policy has its `Orders`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -68,16 +69,18 @@ def _equal(sequence: Sequence) -> int:
     return 0
 
 
-def _priority_of(sequence: Sequence) -> int:
+def priority_level(sequence: Sequence) -> int:
+    """The priority."""
     return sequence.priority
 
 
-def _class_of(sequence: Sequence) -> int:
+def class_rank(sequence: Sequence) -> int:
+    """The rank of its class; one that has starved comes before all."""
     return -1 if sequence.has_starved else sequence.rank
 
 
 def promise_rank(sequence: Sequence) -> int:
-    """By promise, then by class."""
+    """The rank of its class, behind all classes for one without a promise; one that has starved comes before all."""
     if sequence.has_starved:
         return -1
     return sequence.rank + (_LAST_RANK if sequence.has_yielded or sequence.due_ns == NEVER else 0)
@@ -87,7 +90,7 @@ def promise_rank(sequence: Sequence) -> int:
 class Orders:
     """The orders of a scheduling policy.
 
-    Args:
+    Attributes:
         admission: of those who wait: the first is admitted first, and before running prompts go on that come after it.
         running: of those who run: the first is given blocks and tokens of a step first.
         victims: of those who run and have no token of the step yet: the last is preempted first. Who is first in
@@ -105,16 +108,24 @@ class Orders:
     displaces: float = 0
     line: Callable[[Sequence], int] = _equal
 
+    @classmethod
+    def by(cls, order: Order) -> Orders:
+        """One order for all three."""
+        return cls(order, order, order)
 
-ORDERS = {
-    "fcfs": Orders(fcfs, fcfs, fcfs),
-    "priority": Orders(priority, priority, priority, _priority_of, displaces=3, line=_priority_of),
-    "slo": Orders(deadline, deadline, least_loss, promise_rank, displaces=math.inf, line=_class_of),
-}
+
+FCFS = Orders.by(fcfs)
+PRIORITY = Orders(priority, priority, priority, priority_level, displaces=3, line=priority_level)
+SLO = Orders(deadline, deadline, least_loss, promise_rank, displaces=math.inf, line=class_rank)
 
 
 class OrderedSequences:
-    """Sequences kept sorted by an order. `version` changes whenever one comes or goes; `of_class` counts them."""
+    """Sequences kept sorted by an order. `version` changes whenever one comes or goes; `of_class` counts them.
+
+    Tenants make no difference here: what is said of turns holds where they take some (`FairSequences`).
+    """
+
+    lead = bound = 0.0  # as of FairSequences
 
     def __init__(self, order: Order) -> None:
         self.version = 0
@@ -134,7 +145,7 @@ class OrderedSequences:
         self.version += 1
 
     def remove(self, sequence: Sequence) -> None:
-        at = bisect_left(self._entries, (self._order(sequence),))
+        at = bisect_left(self._entries, (self._order(sequence), sequence))
         if at == len(self._entries) or self._entries[at][1] is not sequence:
             raise KeyError(f"sequence {sequence.request_id}/{sequence.index} is not in this queue")
         del self._entries[at]
@@ -157,6 +168,19 @@ class OrderedSequences:
     def comes_before(self, one: Sequence, other: Sequence) -> bool:
         """Whether a sequence comes before another; they need not be here."""
         return self._order(one) < self._order(other)
+
+    def in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Running prompts in the order in which they go on."""
+        return prompts
+
+    def admitted(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """A sequence has been admitted and is no longer here; `running` are all that run, with this one."""
+
+    def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
+        """These have new tokens, or have ended without."""
+
+    def measure(self) -> None:
+        """Note who is how far ahead at this moment."""
 
     def first(self) -> Sequence:
         return self._entries[0][1]

@@ -126,12 +126,10 @@ class Promises:
         known_tokens: of a waiting sequence: those of its prompt that are in the prefix cache.
 
     Attributes:
-        fair: where tenants take turns, those that wait; else None.
         are_prompts_promised: first tokens, of those who yielded() was asked about.
     """
 
     def __init__(self, step_time: StepTimeModel, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
-        self.fair: FairSequences | None = None
         self._step_time = step_time
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
@@ -163,12 +161,13 @@ class Promises:
     # --- first tokens -------------------------------------------------------------------------------
 
     def yielding(
-        self, prompts: list[Sequence], decoding: list[Sequence], now: int
+        self, prompts: list[Sequence], decoding: list[Sequence], now: int, fair: FairSequences | None = None
     ) -> tuple[list[Yield], Sequence | None]:
         """Which promised prompts yield, and the first of the others that is urgent.
 
         Args:
             prompts: promised ones in order of their deadlines, and what else is computed before them.
+            fair: where tenants take turns, those that wait.
         """
         self._decoding = _Decoding.of(decoding)
         if not prompts:
@@ -176,8 +175,8 @@ class Promises:
         if not prompts or not self._step_time.is_trained:
             return [], None
         self._passes += 1
-        yields, urgent = self._pass(prompts, now, refresh=False)
-        return self._pass(prompts, now, refresh=True) if yields else (yields, urgent)
+        yields, urgent = self._pass(prompts, now, fair, refresh=False)
+        return self._pass(prompts, now, fair, refresh=True) if yields else (yields, urgent)
 
     def has_no_prompts(self) -> None:
         """Nobody waits for a first token in the step that begins."""
@@ -185,7 +184,9 @@ class Promises:
             self._passes += 1
             self.are_prompts_promised = False
 
-    def _pass(self, prompts: list[Sequence], now: int, refresh: bool) -> tuple[list[Yield], Sequence | None]:
+    def _pass(
+        self, prompts: list[Sequence], now: int, fair: FairSequences | None, refresh: bool
+    ) -> tuple[list[Yield], Sequence | None]:
         """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
         pace, refreshed = self._pace(), self._passes % _WORK_HOLDS
         done, kept = float(now), list[_Kept]()
@@ -207,7 +208,7 @@ class Promises:
                 continue
             due_ns = sequence.planned_ns
             if now + work > due_ns:
-                if self.fair is not None and self.fair.is_owed(sequence):  # late, but before all others
+                if fair is not None and fair.is_owed(sequence):  # late, but before all others
                     done += work
                     hurrying.append(sequence)
                     continue
@@ -216,8 +217,8 @@ class Promises:
                 continue
             done += work
             heapq.heappush(kept, (-promise_rank(sequence), -work, -sequence.seq_id, sequence))
-            if done > due_ns and self.fair is not None:
-                done = _give_up_in_turn(self.fair, kept, sequence, done, done - now, gone)
+            if done > due_ns and fair is not None:
+                done = _give_up_in_turn(fair, kept, sequence, done, done - now, gone)
             elif done > due_ns:
                 done = _give_up(kept, sequence, done, done - now, gone)
             is_late = done > sequence.arrival_ns + URGENT_SHARE * (due_ns - sequence.arrival_ns)

@@ -8,7 +8,7 @@ that the prefix cache takes for equal have equal numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -187,6 +187,7 @@ Write = Callable[[Record, bool], None]
 class _Chain:
     """The numbered blocks of a sequence: how many tokens, and the last number, which depends on those before it."""
 
+    sequence: Sequence
     tokens: int
     last: int
 
@@ -215,7 +216,7 @@ class RecordedScheduler(Scheduler):
 
     def add(self, sequence: Sequence, now: int) -> None:
         super().add(sequence, now)
-        chain = self._chains[sequence.seq_id] = _Chain(0, hash((self._root, sequence.cache_salt)))
+        chain = self._chains[sequence.seq_id] = _Chain(sequence, 0, hash((self._root, sequence.cache_salt)))
         arrival = Arrival(
             now=now,
             seq_id=sequence.seq_id,
@@ -238,13 +239,20 @@ class RecordedScheduler(Scheduler):
         )
         self._write(arrival)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
-        super().finish(sequence, reason, now)
-        blocks = self._number(self._chains.pop(sequence.seq_id), sequence.tokens)
-        self._write(End(now, sequence.seq_id, reason, len(sequence.tokens), blocks))
+    def abort(self, sequence: Sequence, now: int) -> None:
+        super().abort(sequence, now)
+        self._write_ends([sequence], now)
+
+    def _write_ends(self, sequences: Iterable[Sequence], now: int) -> None:
+        """Write of those that have finished."""
+        for sequence in sequences:
+            if sequence.finish_reason is not None and (chain := self._chains.pop(sequence.seq_id, None)) is not None:
+                blocks = self._number(chain, sequence.tokens)
+                self._write(End(now, sequence.seq_id, sequence.finish_reason, len(sequence.tokens), blocks))
 
     def schedule(self, now: int) -> StepPlan:
         plan = super().schedule(now)
+        self._write_ends([self._chains[seq_id].sequence for seq_id in plan.expired], now)
         self._step, self._planned = Step(now, preempted=plan.preempted, expired=plan.expired), plan.scheduled
         if not plan.scheduled:
             self._write(self._step)
@@ -252,12 +260,14 @@ class RecordedScheduler(Scheduler):
 
     def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
         super().take_out(failed, plan, began, ended)
+        self._write_ends(failed, ended)
         self._step.retry = Retry([sequence.seq_id for sequence in failed], began, ended)
 
     def complete(
         self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
     ) -> list[tuple[Sequence, list[int]]]:
         changed = super().complete(plan, tokens, times)
+        self._write_ends((sequence for sequence, _ in changed), times.sampled_ns)
         step = self._step
         new = {seq_id: NOT_NUMBERS if drawn is None else len(drawn) for seq_id, drawn in tokens.items()}
         step.items = [

@@ -162,6 +162,10 @@ class Sequence:
     pooling: PoolingParams | None = None  # of one that ends with its prompt
     finish_reason: FinishReason | None = None
 
+    def __lt__(self, other: Sequence) -> bool:
+        """It came before another: what decides between equal keys."""
+        return self.seq_id < other.seq_id
+
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len

@@ -7,112 +7,178 @@ up to `lookahead` others past it, but only `max_bypasses` times: after that noth
 
 When a decoding sequence finds no block, another is preempted: its blocks are freed, and it computes its tokens again
 when it returns, unless `swap` keeps them. The first in order is never a victim, and any sequence alone fits in the
-pool, so every preempted sequence comes back. Where classes have shares of the pool (`shares`), only those go whose
-class has more than its own. A sequence of a better priority takes the place of a running one (`victims`), and one that
-was not served in time is ended (`waiting`). Three functions say who comes first and who must go (`order`). The
-`block_manager` takes blocks for sequences and gives them back.
+pool, so every preempted sequence comes back. One that was not served in time is ended (`waiting`).
+
+What else may be decided is asked of a policy (`scheduling_policy`), which answers nothing for `fcfs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from itertools import islice
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
+from headway.policy.accounting import Accounting, StepTimes
+from headway.policy.block_manager import BlockManager
 from headway.policy.checkpoints import Checkpoint
 from headway.policy.decisions import Decision
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
+from headway.policy.order import OrderedSequences
 from headway.policy.plan import ScheduledSequence, StepPlan, state_of, work_of
-from headway.policy.promises import Outlook, Yield
+from headway.policy.policies import policy_class
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sequences import Sequences
-from headway.policy.slo import SloPolicy
+from headway.policy.sequences import Sequences, Step
+from headway.policy.service_class import ClassTable
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepTimeModel, StepWork, pairs
-from headway.policy.victims import RunningRanks, victims_for
+from headway.policy.stopping import finish_reason
+from headway.policy.swap import HostPool
+
+DECISIONS_KEPT = 256
 
 
-class Scheduler(Sequences):
-    """Decides what each step computes.
+class Scheduler:
+    """Decides what each step computes, and applies what came of it.
 
     Args:
-        step_time: as of Sequences.
+        step_time: predicts steps and hears how long they took; None learns from them.
+
+    Attributes:
+        policy: what decides beyond blocks, seats and the budget.
+        sequences: all of them, by number.
+        host: the blocks of host memory; None without any.
+        decisions: the latest ones.
 
     Raises:
-        ValueError: when the pool cannot hold one sequence of max_model_len.
+        ValueError: the pool cannot hold one sequence of max_model_len, or there is no such policy.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTimeModel | None = None) -> None:
-        super().__init__(config, blocks, step_time)
+        if (needed := blocks.most_blocks(config.max_model_len)) > blocks.num_blocks:
+            raise ValueError(
+                f"one sequence of max_model_len ({config.max_model_len}) needs {needed} KV blocks, the pool has "
+                f"{blocks.num_blocks}; lower --max-model-len or raise --kv-cache-memory"
+            )
+        step_time = step_time or StepTimeModel()
+        self.config = config
+        self.blocks = blocks
+        self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
+        self.block_manager = BlockManager(blocks, self.host)
+        self.accounting = Accounting(step_time)
+        self.policy = policy_class(config.policy)(config, blocks, self.block_manager, step_time)
+        self.sequences = Sequences(config, self.policy, blocks, self.block_manager, self.accounting)
+        self.running = self.sequences.running
+        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
-        self._ranks, self._ranks_version = RunningRanks((), {}), -1
         self._evictions: Counter[tuple[str, str]] = Counter()  # until the step before
-        self._watermark = config.kept_free(blocks.num_blocks)
+        self._drafts: dict[int, list[int]] = {}
+
+    @property
+    def waiting(self) -> OrderedSequences:
+        return self.sequences.waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences.by_id)
+
+    @property
+    def has_drafts(self) -> bool:
+        """The next step is to try some."""
+        return bool(self._drafts)
+
+    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
+        """New requests are of these classes, and sequences that are there keep theirs; tenants have these weights."""
+        self.config = replace(self.config, classes=classes, weights=weights)
+        self.sequences.set_config(self.config)
+
+    def add(self, sequence: Sequence, now: int) -> None:
+        """Queue a new sequence that fits the context."""
+        self.sequences.add(sequence, now)
+
+    def abort(self, sequence: Sequence, now: int) -> None:
+        """Drop a sequence in any state and free its blocks."""
+        if sequence.status is not Status.FINISHED:
+            self.sequences.finish(sequence, FinishReason.ABORT, now)
+
+    # --- a step -------------------------------------------------------------------------------------
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. The plan is empty when there is nothing to run."""
-        plan, decision = StepPlan(), Decision(now)
-        for sequence in self._unserved.expired(now):
-            self.finish(sequence, FinishReason.TIMEOUT, now)
-            plan.expired.append(sequence.seq_id)
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        prompts: list[Sequence] = []
-        if len(decoding) < len(self.running):
-            prompts = [sequence for sequence in self.running if not sequence.is_decoding]
-        outlook = Outlook()
-        if self.slo is not None:
-            outlook = self._look_ahead(self.slo, decoding, prompts, plan, decision, now)
-            if plan.wait_until_ns:
-                return plan
-        if not self.config.sharing.decodes(bool(prompts) or len(self.waiting) > 0):
-            outlook.left_out = decoding
-        if self.orders.displaces and len(self.waiting) and len(self.running):
-            self._displace(plan, now, outlook)
-        if self.lends_blocks:
-            self._give_back(plan, decision, now, outlook)
-        displaced = len(plan.preempted)
-        if displaced:
-            decoding = [sequence for sequence in decoding if sequence.status is Status.RUNNING]
-        if outlook.left_out:
-            decoding = self._leave_out(outlook.left_out, decoding, now)
-        self._schedule_decodes(decoding, plan, now)
-        out_of_blocks = len(plan.preempted) > displaced
+        step, policy, sequences = self._begin(now), self.policy, self.sequences
+        plan = step.plan
+        policy.prepare(step)
+        if plan.wait_until_ns:
+            self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)
+            self.decisions.append(step.decision)
+            return plan
+        self._settle_who_decodes(step)
+        preempted = len(plan.preempted)
+        self._schedule_decodes(step.decoding, step)
+        out_of_blocks = len(plan.preempted) > preempted
         if self._drafts:
-            self._schedule_drafts(plan, outlook)
-        beside, decodes = work_of(plan.scheduled), len(plan.scheduled)
-        slack_ns = math.inf
-        if self.slo is not None:
-            slack_ns = self.slo.slack_beside(beside, outlook)
-            self.slo.shares.begin_step(self.running)
-        budget = self._budget_beside(beside, slack_ns)
-        if prompts:
-            self._schedule_prefills(plan, budget, now, may_admit=not out_of_blocks)
-            out_of_blocks = len(plan.preempted) > displaced
-        reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(plan, budget, now)
-        if outlook.left_out and not plan.scheduled:
-            self._schedule_decodes([s for s in outlook.left_out if s.status is Status.RUNNING], plan, now)
+            self._schedule_drafts(plan)
+        decodes = len(plan.scheduled)
+        beside = work_of(plan.scheduled)
+        budget = self._budget_beside(beside, policy.time_for(beside, sequences.running))
+        if step.prompts:
+            self._schedule_prefills(step, budget, may_admit=not out_of_blocks)
+            out_of_blocks = len(plan.preempted) > preempted
+        reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(step, budget)
+        if step.left_out and not plan.scheduled:
+            self._schedule_decodes([each for each in step.left_out if each.status is Status.RUNNING], step)
         if self.blocks.checkpoints is not None:
             self._keep_decoded(plan)
         added = plan.scheduled[decodes:]
         plan.work = beside + work_of(added) if added else beside
-        if not len(self.waiting):
+        if not len(sequences.waiting):
             reason = Phase.QUEUE_CAPACITY
-        elif self.orders.displaces and self._is_outranked(self.waiting.first()):
+        elif policy.is_outranked(sequences):
             reason = Phase.QUEUE_POLICY
-        self.accounting.queue_stands_at(reason, now)
-        if self.fair is not None:
-            self.fair.measure()
+        self._note(step, reason)
+        return plan
+
+    def _begin(self, now: int) -> Step:
+        """End who has waited too long, and see who runs."""
+        sequences = self.sequences
+        step = Step(now, sequences, [], [], StepPlan(), Decision(now))
+        for sequence in sequences.unserved.expired(now):
+            step.end(sequence, FinishReason.TIMEOUT)
+        step.decoding = [sequence for sequence in sequences.running if sequence.is_decoding]
+        if len(step.decoding) < len(sequences.running):
+            step.prompts = [sequence for sequence in sequences.running if not sequence.is_decoding]
+        return step
+
+    def _settle_who_decodes(self, step: Step) -> None:
+        """Take out who was preempted, and who is left out: everybody where prompts are computed alone."""
+        if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
+            step.left_out = step.decoding
+        if step.plan.preempted:
+            step.decoding = [sequence for sequence in step.decoding if sequence.status is Status.RUNNING]
+            step.left_out = [sequence for sequence in step.left_out if sequence.status is Status.RUNNING]
+        if step.left_out:
+            for sequence in step.left_out:
+                self.accounting.leave_out(sequence, step.now)
+            numbers = {sequence.seq_id for sequence in step.left_out}
+            step.decoding = [sequence for sequence in step.decoding if sequence.seq_id not in numbers]
+
+    def _note(self, step: Step, reason: Phase) -> None:
+        """Note what was decided, and the reason for which others still wait."""
+        self.accounting.queue_stands_at(reason, step.now)
+        self.sequences.waiting.measure()
+        plan, decision = step.plan, step.decision
         if self.host is not None and plan.scheduled:
             plan.swaps = self.host.take_swaps()
-        decision.note(plan, outlook, self.sequences, self.accounting.step_time)
+        decision.note(plan, self.sequences.by_id, self.accounting.step_time)
+        decision.left_out = len(step.left_out)
         if self.blocks.cached.num_evicted != self._evictions.total():
             decision.evicted = self.blocks.cached.evictions - self._evictions
             self._evictions = self.blocks.cached.evictions.copy()
-        decision.waiting, decision.running, decision.queue = len(self.waiting), len(self.running), reason
+        decision.waiting, decision.running = len(self.sequences.waiting), len(self.running)
+        decision.queue = reason
         self.decisions.append(decision)
-        return plan
 
     def longest_step_ns(self) -> float:
         """What a step takes with as much of everything as there may be; 0 where that cannot be predicted as yet."""
@@ -122,34 +188,6 @@ class Scheduler(Sequences):
         tokens, seats, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
         work = StepWork(tokens, seats, pairs(max(0, length - tokens), tokens), seats * length)
         return step_time.predict_ns(work)
-
-    def _look_ahead(
-        self,
-        slo: SloPolicy,
-        decoding: list[Sequence],
-        prompts: list[Sequence],
-        plan: StepPlan,
-        decision: Decision,
-        now: int,
-    ) -> Outlook:
-        """See which promises can be kept, and let the others yield."""
-        plan.wait_until_ns = 0 if len(self.running) else slo.window_until(self.waiting, now)
-        if plan.wait_until_ns:
-            self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)
-            decision.window_ns = plan.wait_until_ns - now
-            self.decisions.append(decision)
-            return Outlook()
-        starved = slo.starved(prompts, self.waiting, now)
-        if starved is not None:
-            self._rekey(starved, has_starved=True)
-        if self.fair is not None:
-            for sequence in slo.owed(prompts, self.fair):
-                self._rekey(sequence, yielded="", renewed_ns=0)
-        yields, urgent = slo.yielding(decoding, prompts, self.waiting, now)
-        for each in yields:
-            decision.yielded.append((each.sequence.request_id, each.reason))
-            self._yield(each, plan, now)
-        return slo.outlook(decoding, prompts, urgent, now)
 
     def _budget_beside(self, decodes: StepWork, slack_ns: float) -> StepBudget:
         """What a step with these decodes has left for prompts. It may last as long as they have time, or where they
@@ -162,56 +200,43 @@ class Scheduler(Sequences):
             budget.share_with(decodes, slack_ns)
         return budget
 
-    def _leave_out(self, left_out: list[Sequence], decoding: list[Sequence], now: int) -> list[Sequence]:
-        """The decoding sequences of this step, less those that are left out."""
-        for sequence in left_out:
-            self.accounting.leave_out(sequence, now)
-        numbers = {sequence.seq_id for sequence in left_out}
-        return [sequence for sequence in decoding if sequence.seq_id not in numbers]
+    # --- who decodes --------------------------------------------------------------------------------
 
-    def _yield(self, each: Yield, plan: StepPlan, now: int) -> None:
-        """Plan a sequence as if it came now and its work were free, or end it where its class wants that."""
-        sequence = each.sequence
-        renewed_ns = now + sequence.due_ns - sequence.arrival_ns + int(sequence.work_ns)
-        self._rekey(sequence, yielded=sequence.yielded or each.reason, renewed_ns=renewed_ns)
-        if sequence.service.when_late == "refuse":
-            sequence.retry_after_s = max(1, math.ceil(each.backlog_ns / 1e9))
-            self.finish(sequence, FinishReason.LATE, now)
-            plan.expired.append(sequence.seq_id)
-
-    def _schedule_decodes(self, decoding: list[Sequence], plan: StepPlan, now: int) -> None:
+    def _schedule_decodes(self, decoding: list[Sequence], step: Step) -> None:
         """Give every decoding sequence its token, in order, preempting others where blocks run out."""
-        if self.lends_blocks:
-            decoding = self._make_room(decoding, plan, now)
-        scheduled = plan.scheduled
-        for sequence in decoding:
+        scheduled = step.plan.scheduled
+        for sequence in self.policy.make_room(decoding, step):
             computed = sequence.num_computed
-            if computed >= sequence.room and not self._has_room(sequence, plan, now):
+            if computed >= sequence.room and not self._has_room(sequence, step):
                 continue
             scheduled.append(ScheduledSequence(sequence.seq_id, computed, [sequence.tokens[-1]], True, 1))
 
-    def _has_room(self, sequence: Sequence, plan: StepPlan, now: int, count: int = 1) -> bool:
+    def _has_room(self, sequence: Sequence, step: Step, count: int = 1) -> bool:
         """Find blocks for the next tokens of a sequence; False when it is itself preempted, or was before."""
         while sequence.status is Status.RUNNING:
-            if self.block_manager.extend(sequence, count, plan):
-                _tell(sequence, plan)
+            if self.block_manager.extend(sequence, count, step.plan):
+                _tell(sequence, step.plan)
                 return True
-            self._preempt(self._victim(plan), plan, now)
+            step.preempt(self._victim(step.plan))
         return False
 
-    def _schedule_drafts(self, plan: StepPlan, outlook: Outlook) -> None:
+    def _victim(self, plan: StepPlan) -> Sequence:
+        """The next to be preempted, of those who have no token of this step yet."""
+        scheduled = {item.seq_id for item in plan.scheduled}
+        return max((s for s in self.running if s.seq_id not in scheduled), key=self.policy.orders.victims)
+
+    def _schedule_drafts(self, plan: StepPlan) -> None:
         """Have drafts computed beside the newest tokens, as far as the budget and free blocks reach.
 
-        They may be refused, so a block of tokens is left to prompts, and all the time where one is promised.
+        They may be refused, so a block of tokens is left to prompts.
         """
         drafts, self._drafts = self._drafts, {}
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
-        if len(self.waiting) or not self.accounting.all_decode(len(self.running)):
+        if len(self.sequences.waiting) or not self.accounting.all_decode(len(self.running)):
             spare -= self.blocks.block_size
-        if self.slo is not None:
-            spare = min(spare, self.slo.promises.drafts_within(work_of(plan.scheduled), outlook.slack_ns))
+        spare = min(spare, self.policy.most_drafts(work_of(plan.scheduled)))
         for item in plan.scheduled:
-            sequence = self.sequences[item.seq_id]
+            sequence = self.sequences.by_id[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
             proposed = drafts.get(item.seq_id, [])[: max(0, most)]
             if proposed and self.block_manager.extend(sequence, 1 + len(proposed), plan):
@@ -224,33 +249,30 @@ class Scheduler(Sequences):
         for item in plan.scheduled:
             tokens = item.start + len(item.token_ids)
             if item.samples and not (item.keeps and item.keeps[-1].tokens == tokens):
-                slot = self.block_manager.roll(self.sequences[item.seq_id], tokens)
+                slot = self.block_manager.roll(self.sequences.by_id[item.seq_id], tokens)
                 if slot is not None:
                     item.keeps = (*item.keeps, Checkpoint(tokens, slot))
 
-    def _victim(self, plan: StepPlan) -> Sequence:
-        """The next to be preempted, of those who have no token of this step yet."""
-        scheduled = {item.seq_id for item in plan.scheduled}
-        return max((s for s in self.running if s.seq_id not in scheduled), key=self.orders.victims)
+    # --- prompts ------------------------------------------------------------------------------------
 
-    def _schedule_prefills(self, plan: StepPlan, budget: StepBudget, now: int, may_admit: bool) -> None:
+    def _schedule_prefills(self, step: Step, budget: StepBudget, may_admit: bool) -> None:
         """Give prompts under way their next chunks; a waiting sequence that comes before one is admitted first."""
-        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
-        for sequence in prompts if self.fair is None else self.fair.in_turn(prompts):
-            if may_admit and len(self.waiting) and self.waiting.comes_before(self.waiting.first(), sequence):
-                self._admit(plan, budget, now, before=sequence)
+        waiting = self.sequences.waiting
+        for sequence in waiting.in_turn([sequence for sequence in self.running if not sequence.is_decoding]):
+            if may_admit and len(waiting) and waiting.comes_before(waiting.first(), sequence):
+                self._admit(step, budget, before=sequence)
             if budget.is_spent:
                 break
             if sequence.status is Status.RUNNING:
-                self._schedule_chunk(sequence, budget, plan, now)
+                self._schedule_chunk(sequence, budget, step)
 
-    def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, plan: StepPlan, now: int) -> None:
+    def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
         """Give a prompt its next chunk.
 
         There are blocks for it, but where others share what its windows have passed: then these may have to go.
         """
         start, wanted = sequence.num_computed, sequence.num_to_compute
-        most = self._most_of(sequence, budget)
+        most = min(wanted, self.policy.most_tokens(sequence, budget))
         decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
         count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
         if count < wanted and not self.config.enable_chunked_prefill:
@@ -259,194 +281,187 @@ class Scheduler(Sequences):
             budget.tokens = count
         if count == 0:
             return
-        if not self.block_manager.extend(sequence, count, plan) and not (
-            self.blocks.groups and self._has_room(sequence, plan, now, count)
+        if not self.block_manager.extend(sequence, count, step.plan) and not (
+            self.blocks.groups and self._has_room(sequence, step, count)
         ):
             return
-        _tell(sequence, plan)
+        _tell(sequence, step.plan)
         chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
         keeps = self.block_manager.keep_states(sequence, count) if sequence.keeps_at else ()
         samples = int(count == wanted)
         if sequence.pooling is not None:
-            samples, plan.pools = 0, True
-        item = ScheduledSequence(sequence.seq_id, start, chunk, decodes, samples, rows, keeps)
-        plan.scheduled.append(item)
+            samples, step.plan.pools = 0, True
+        step.plan.scheduled.append(ScheduledSequence(sequence.seq_id, start, chunk, decodes, samples, rows, keeps))
         budget.spend(start, count, rows, decodes)
-        if self.slo is not None:
-            self.slo.shares.give_tokens(sequence.service.name, count)
-
-    def _most_of(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Tokens of a prompt that the step may take, as far as there is room."""
-        return sequence.num_to_compute if self.slo is None else self.slo.most_tokens(sequence, budget)
+        self.policy.takes(sequence, count)
 
     # --- admission ----------------------------------------------------------------------------------
 
-    def _running_ranks(self) -> RunningRanks:
-        """The ranks of the running sequences, computed anew only when one has come or gone."""
-        if self._ranks_version != self.running.version:
-            self._ranks = RunningRanks.of(self.running, self.orders)
-            self._ranks_version = self.running.version
-        return self._ranks
-
-    def _is_outranked(self, sequence: Sequence) -> bool:
-        return self._running_ranks().outrank(self.orders.level(sequence), sequence.arrival_ns)
-
-    def _displace(self, plan: StepPlan, now: int, outlook: Outlook) -> None:
-        """Preempt running sequences for waiting ones that rank above them, which are then admitted like any other.
-
-        With objectives this is done only when a prompt is urgent.
-        """
-        if (self.slo is not None and not outlook.urgent) or self.waiting.first_key() > self._running_ranks().last:
-            return
-        order, last = self.orders.admission, self._running_ranks().last
-        seats, promised = self.config.max_num_seqs - len(self.running), 0
-        last_first = [s for s in sorted(self.running, key=self.orders.victims, reverse=True) if self._may_go(s)]
-        for candidate in self._candidates():
-            if order(candidate) > last:
-                return
-            if not self._may_start(candidate, len(self.running) - 1):
-                return
-            missing = self.block_manager.wanted(candidate) + self._spare + promised - self.blocks.num_free
-            victims = victims_for(candidate, last_first, self.orders, seats, missing, self.blocks.references)
-            if victims is None:
-                return
-            for victim in victims:
-                if victim in outlook.left_out:
-                    outlook.left_out.remove(victim)
-                if self._may_go(victim):
-                    victim.displacements += 1
-                    self._preempt(victim, plan, now)
-            last_first = [sequence for sequence in last_first if sequence.status is Status.RUNNING]
-            seats += len(victims) - 1
-            promised += self.block_manager.wanted(candidate)
-
-    @property
-    def lends_blocks(self) -> bool:
-        """Classes have shares of blocks, or bounds."""
-        return self.slo is not None and bool(self.slo.shares.blocks or self.slo.shares.most)
-
-    def _may_go(self, sequence: Sequence) -> bool:
-        """Its class has more than its share of blocks, or there are no shares."""
-        return self.slo is None or not self.slo.shares.blocks or self.slo.shares.is_over(sequence.service.name)
-
-    def _give_back(self, plan: StepPlan, decision: Decision, now: int, outlook: Outlook) -> None:
-        """Preempt borrowers for the first waiting sequence of each class that fits in its share of blocks."""
-        assert self.slo is not None
-        shares, seen = self.slo.shares, set[str]()
-        seats = self.config.max_num_seqs - len(self.running)
-        if not any(shares.waiting[name] for name in shares.blocks):
-            return
-        for candidate in self._candidates() if seats > 0 else []:
-            name = candidate.service.name
-            if name in seen or name not in shares.blocks:
-                continue
-            seen.add(name)
-            while shares.has_blocks_left(name, wanted := self.block_manager.wanted(candidate)):
-                missing = wanted + shares.blocks_kept_from(name) - self.blocks.num_free
-                if missing <= 0 or not self._may_start(candidate, len(self.running)):
-                    break
-                last_first = sorted(self.running, key=self.orders.victims, reverse=True)
-                kept = candidate.prefix_match.blocks if candidate.prefix_match is not None else []
-                victims = shares.borrowers(last_first, missing, set(kept))
-                if not victims:
-                    break
-                for victim in victims:  # whose own class may now wait for what is left of its share
-                    if victim in outlook.left_out:
-                        outlook.left_out.remove(victim)
-                    decision.gave_back.append((victim.request_id, name))
-                    self._preempt(victim, plan, now)
-
-    def _make_room(self, decoding: list[Sequence], plan: StepPlan, now: int) -> list[Sequence]:
-        """Preempt until all who decode have blocks for their next tokens, within bounds; returns who is left.
-
-        Who goes is of a class that would exceed its bound, or else of one that has more than its share.
-        """
-        assert self.slo is not None
-        shares = self.slo.shares
-        if not shares.most and len(decoding) * self.blocks.tables <= self.blocks.num_free:
-            return decoding
-        growing = [(sequence, count) for sequence in decoding if (count := self.block_manager.growth(sequence))]
-        while True:
-            growth = Counter[str]()
-            for sequence, count in growing:
-                growth[sequence.service.name] += count
-            full = {name for name in shares.most if not shares.may_use(name, growth[name])}
-            victims = [s for s in self.running if s.service.name in full]
-            if not victims and growth.total() <= self.blocks.num_free:
-                return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
-            over = [
-                s for s in self.running if not s.has_starved and shares.is_over(s.service.name, growth[s.service.name])
-            ]
-            self._preempt(max(victims or over or self.running, key=self.orders.victims), plan, now)
-            growing = [each for each in growing if each[0].status is Status.RUNNING]
-
-    def _admit(self, plan: StepPlan, budget: StepBudget, now: int, before: Sequence | None = None) -> Phase:
+    def _admit(self, step: Step, budget: StepBudget, before: Sequence | None = None) -> Phase:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
+        policy, sequences, waiting = self.policy, self.sequences, self.sequences.waiting
         passed: list[Sequence] = []
-        is_closed = False  # but for those who fit in their class's share of blocks
-        for sequence in self._candidates(1 if self._is_full(budget) else None):
-            if before is not None and self.waiting.comes_before(before, sequence):
+        is_closed = False  # but for those whom the policy lets pass
+        for sequence in sequences.candidates(1 if self._is_full(budget) else None):
+            if before is not None and waiting.comes_before(before, sequence):
                 break
             if self._is_full(budget):
                 return Phase.QUEUE_CAPACITY
-            if is_closed and not self._fits_in_share(sequence):
+            if is_closed and not policy.may_pass(sequence):
                 continue
-            if not self._may_start(sequence, len(self.running)) or not self._most_of(sequence, budget):
+            if not policy.may_start(sequence, len(self.running)) or not policy.most_tokens(sequence, budget):
                 continue
             wanted = sequence.num_to_compute
             if not self.config.enable_chunked_prefill and budget.fit(0, wanted) < wanted:
                 return Phase.QUEUE_CAPACITY
-            if self.block_manager.admit(sequence, self._spare_for(sequence)):
-                self._start(sequence, now)
-                self._schedule_chunk(sequence, budget, plan, now)
+            if self.block_manager.admit(sequence, policy.spare_for(sequence, sequences.spare)):
+                sequences.start(sequence, step.now)
+                self._schedule_chunk(sequence, budget, step)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
             else:
                 passed.append(sequence)
                 is_closed = is_closed or len(passed) > self.config.lookahead
-            is_closed = is_closed or any(s.times_bypassed >= self.config.max_bypasses for s in passed)
-            if is_closed and (not self.lends_blocks or passed[0].has_starved):
+            if passed:
+                is_closed = is_closed or any(s.times_bypassed >= self.config.max_bypasses for s in passed)
+            if is_closed and not policy.lets_past(passed[0]):
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
     def _is_full(self, budget: StepBudget) -> bool:
         return len(self.running) >= self.config.max_num_seqs or budget.is_spent
 
-    def _candidates(self, most: int | None = None) -> list[Sequence]:
-        """The head of the queue: `most` of it, or as many as could be admitted or examined in one step."""
-        if most is None:
-            most = max(1, self.config.max_num_seqs - len(self.running)) + self.config.lookahead + 1
-        head = list(islice((s for s in self.waiting if not self._waits_for_parent(s)), most))
-        if self.slo is not None:
-            head += [s for s in self.slo.past(head, self.waiting) if not self._waits_for_parent(s)]
-        return head
+    # --- results ------------------------------------------------------------------------------------
 
-    def _waits_for_parent(self, sequence: Sequence) -> bool:
-        """A further choice of a request waits until the first one has computed the prompt they share."""
-        parent = sequence.parent
-        if parent is None or parent.status is Status.FINISHED:
-            return False
-        return parent.num_computed < sequence.prompt_len - 1
+    def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
+        """End the sequences that made a plan fail, and take them out of it; the rest is then completed as usual.
 
-    @property
-    def _spare(self) -> int:
-        """Blocks that admission leaves to those who run."""
-        return self._watermark if len(self.running) else 0
+        The plan was run again in parts between `began` and `ended`. Not all of the failed ones need to be in it.
+        """
+        self.accounting.record_retry(self.running, began, ended)
+        for sequence in failed:
+            self.sequences.finish(sequence, FinishReason.ERROR, ended)
+        plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences.by_id]
+        plan.work = work_of(plan.scheduled)
 
-    def _spare_for(self, sequence: Sequence) -> int:
-        """As _spare, and the blocks that are reserved for other classes."""
-        if self.slo is None or not self.slo.shares.blocks or sequence.has_starved or not len(self.running):
-            return self._spare
-        kept = self.slo.shares.blocks_kept_from(sequence.service.name)
-        return kept if self._fits_in_share(sequence) else kept + self._spare
+    def complete(
+        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Apply a step's results.
 
-    def _fits_in_share(self, sequence: Sequence) -> bool:
-        """Its class keeps within its share of blocks when the sequence is admitted."""
-        name, slo = sequence.service.name, self.slo
-        return slo is not None and slo.shares.has_blocks_left(name, self.block_manager.wanted(sequence))
+        Args:
+            tokens: new tokens of each item that samples, by its seq_id: the drafts that were accepted, and the token
+                drawn after them. With an empty list the newest known token is computed again. None means that the
+                logits were not numbers: the sequence ends with an error and leaves nothing in the prefix index.
+                Of items that want a vector, only those are named whose vector is none.
 
-    def _may_start(self, sequence: Sequence, num_running: int) -> bool:
-        return self.slo is None or self.slo.may_start(sequence, num_running)
+        Returns:
+            The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
+        """
+        known_as = self.sequences.by_id
+        sequences = [known_as[item.seq_id] for item in plan.scheduled]
+        idle = self._idle_beside(sequences)
+        self.accounting.record_step(sequences, plan, idle, times)
+        if self.decisions:  # the latest is the step's
+            self.decisions[-1].took_ns = times.computed_ns - times.launched_ns
+            self.policy.heed(self.decisions[-1].planned_ns, times)
+        changed: list[tuple[Sequence, list[int]]] = []
+        size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
+        sampled_ns, checkpoints, finish = times.sampled_ns, self.blocks.checkpoints, self.sequences.finish
+        for sequence, item in zip(sequences, plan.scheduled, strict=True):
+            sequence.steps += 1
+            reason, samples = None, item.samples
+            if not samples:
+                sequence.num_computed += len(item.token_ids)
+                if sequence.pooling is not None:
+                    reason = self._end_of_pooled(sequence, tokens.get(item.seq_id, ()), sampled_ns)
+                    if reason is not None:
+                        changed.append((sequence, []))
+                    if reason is FinishReason.ERROR:
+                        finish(sequence, reason, sampled_ns)
+                        continue
+            elif (drawn := tokens[item.seq_id]) is None:
+                changed.append((sequence, []))
+                finish(sequence, FinishReason.ERROR, sampled_ns)
+                continue
+            else:
+                mine = sequence.tokens
+                known = len(mine)
+                for token in drawn:
+                    mine.append(token)
+                    if token in sequence.stop_ids or len(mine) >= sequence.max_len:
+                        reason = finish_reason(sequence, token)
+                        if reason is not None:
+                            drawn = mine[known:]
+                            break
+                sequence.last_token_ns = sampled_ns
+                if known == sequence.prompt_len:
+                    self.policy.first_token(sequence, sampled_ns)
+                changed.append((sequence, drawn))
+                sequence.num_computed = len(mine) - 1
+                if samples > 1:
+                    self.block_manager.trim(sequence)
+            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
+                self.block_manager.register_full(sequence)
+            if checkpoints is not None:
+                self.block_manager.settle(sequence, item)
+            if reason is not None:
+                finish(sequence, reason, sampled_ns)
+            elif sequence.clock_marks is None and samples and sequence.is_decoding:
+                self.accounting.join_decode_clock(sequence)
+        if checkpoints is not None:
+            checkpoints.end_step()
+        self.sequences.waiting.end_step(changed)
+        return changed
+
+    def _end_of_pooled(self, sequence: Sequence, told: Collection[int] | None, now: int) -> FinishReason | None:
+        """Whether a sequence ends that a vector is wanted of: None in place of tokens says that it is no numbers."""
+        if told is None:
+            return FinishReason.ERROR
+        if sequence.num_to_compute:
+            return None
+        self.policy.first_token(sequence, now)
+        return FinishReason.STOP
+
+    def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The running sequences that have no part in a step of these."""
+        if len(sequences) == len(self.running):
+            return []
+        ran = {sequence.seq_id for sequence in sequences}
+        return [sequence for sequence in self.running if sequence.seq_id not in ran]
+
+    def propose(self, seq_id: int, drafts: list[int]) -> None:
+        """Have the next step try these drafts, if the sequence decodes in it.
+
+        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them. So are those of
+        models with recurrent layers, whose states cannot go back behind drafts that were refused.
+        """
+        if self.blocks.checkpoints is not None:
+            return
+        sequence = self.sequences.by_id.get(seq_id)
+        if sequence is not None and drafts and not sequence.params.penalises:
+            self._drafts[seq_id] = drafts
+
+    # --- integrity ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Verify that no block is leaked or held twice.
+
+        Raises:
+            RuntimeError: naming the block.
+        """
+        for _ in self.check_by_parts():
+            pass
+
+    def check_by_parts(self) -> Iterator[None]:
+        """check() with pauses, as KVBlocks.check_by_parts()."""
+        yield from self.blocks.check_by_parts(sequence.held_blocks for sequence in self.running)
+        if any(sequence.held_blocks for sequence in self.waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
+        if self.blocks.checkpoints is not None:
+            self.blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in self.running))
+        if self.host is not None:
+            self.host.check(sequence.swapped for sequence in self.waiting)
 
 
 def _tell(sequence: Sequence, plan: StepPlan) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.policy.order import ORDERS
 from headway.policy.service_class import BUILT_IN, ClassTable
 from headway.policy.step_budget import MIXED, Sharing
 from headway.policy.swap import NO_SWAP, SwapSpace
@@ -20,6 +19,7 @@ class SchedulerConfig:
         max_num_seqs: sequences that may run at once.
         max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
         max_model_len: longest sequence; the pool must hold one of it.
+        policy: a scheduling policy by its name, or as module:Class (`policies`).
         lookahead: how many waiting sequences behind one that does not fit are tried.
         max_bypasses: how often a sequence that does not fit may be overtaken.
         max_prefill_stall_ms: prompts may hold up others for at most this many ms a step, or for as long as the others
@@ -58,8 +58,6 @@ class SchedulerConfig:
             raise ValueError(f"max_queue_time is {self.max_queue_time:g}; it must be more than 0")
         if not self.max_prefill_stall_ms >= 0:
             raise ValueError(f"max_prefill_stall_ms is {self.max_prefill_stall_ms:g}; it must be 0 or more")
-        if self.policy not in ORDERS:
-            raise ValueError(f"scheduling policy {self.policy!r} is unknown; choose one of {', '.join(ORDERS)}")
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
         check_budget(self.max_num_batched_tokens, self.max_num_seqs)

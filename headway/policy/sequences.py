@@ -1,106 +1,116 @@
-"""The sequences of an engine: which wait and which run, how they come and go, and what each step did to them.
-
-`Scheduler` decides; this carries out the decisions, keeps the ledgers, and applies the results.
-"""
+"""The sequences of an engine: which wait and which run, and how they come and go. And a step while it is decided."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
 
-from headway.policy.accounting import Accounting, StepTimes
+from headway.policy.accounting import Accounting
 from headway.policy.block_manager import BlockManager
 from headway.policy.decisions import Decision
 from headway.policy.fairness import FairSequences
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.order import ORDERS, OrderedSequences
-from headway.policy.plan import StepPlan, work_of
+from headway.policy.order import OrderedSequences, Orders
+from headway.policy.plan import StepPlan
 from headway.policy.prefix_index import PrefixMatch
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable
-from headway.policy.slo import SloPolicy
-from headway.policy.step_time import StepTimeModel
-from headway.policy.stopping import finish_reason
-from headway.policy.swap import HostPool
 from headway.policy.waiting import Unserved
 
-DECISIONS_KEPT = 256
+
+class Listener(Protocol):
+    """Who says in which order sequences come, and is told of them: the scheduling policy."""
+
+    orders: Orders
+
+    def arrives(self, sequence: Sequence, now: int) -> None: ...
+
+    def starts(self, sequence: Sequence) -> None: ...
+
+    def leaves(self, sequence: Sequence, reason: FinishReason | None) -> None: ...
+
+    def set_config(self, config: SchedulerConfig) -> None: ...
+
+    def past(self, head: list[Sequence], waiting: OrderedSequences) -> list[Sequence]: ...
 
 
-class Sequences:
-    """Owns the waiting and running sequences and the block pool.
+class Sequences(Mapping[int, Sequence]):
+    """All sequences, by the number that each gets here and that plans name it by.
 
     Args:
-        step_time: predicts steps and hears how long they took; None learns from them.
+        policy: is told who comes and goes.
 
     Attributes:
-        sequences: all of them, by the number that each gets here and that plans name it by.
-        slo: the state of the policy `slo`; None with another policy.
-        fair: `waiting`, where tenants take turns; else None.
-        host: the blocks of host memory; None without any.
-        decisions: the latest ones.
-
-    Raises:
-        ValueError: when the pool cannot hold one sequence of max_model_len.
+        waiting: a `FairSequences` where tenants have weights.
+        running: those who have blocks.
+        unserved: those who have never run.
+        num_preemptions: since the start.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, step_time: StepTimeModel | None = None) -> None:
-        if (needed := blocks.most_blocks(config.max_model_len)) > blocks.num_blocks:
-            raise ValueError(
-                f"one sequence of max_model_len ({config.max_model_len}) needs {needed} KV blocks, the pool has "
-                f"{blocks.num_blocks}; lower --max-model-len or raise --kv-cache-memory"
-            )
-        step_time = step_time or StepTimeModel()
-        self.config = config
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Listener,
+        blocks: KVBlocks,
+        block_manager: BlockManager,
+        accounting: Accounting,
+    ) -> None:
+        self.block_manager = block_manager
         self.blocks = blocks
-        self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
-        self.block_manager = BlockManager(blocks, self.host)
-        self.orders = ORDERS[config.policy]
-        self.accounting = Accounting(step_time)
-        self.running = OrderedSequences(self.orders.running)
-        self.sequences: dict[int, Sequence] = {}
+        self.by_id: dict[int, Sequence] = {}
+        self.running = OrderedSequences(policy.orders.running)
         self.num_preemptions = 0
-        self.slo = (
-            SloPolicy(config, self.orders, step_time, self.block_manager, blocks) if config.policy == "slo" else None
-        )
-        self.fair: FairSequences | None = None
-        self.waiting = self._queue()
-        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._unserved = Unserved(config.max_queue_time)
+        self._policy = policy
+        self._config = config
+        self._accounting = accounting
+        self._watermark = config.kept_free(blocks.num_blocks)
+        self.unserved = Unserved(config.max_queue_time)
         self._next_seq_id = 0
-        self._drafts: dict[int, list[int]] = {}
+        self.waiting = self._queue()
 
-    @property
-    def has_work(self) -> bool:
-        return bool(len(self.waiting) or len(self.running))
+    def __getitem__(self, seq_id: int) -> Sequence:
+        return self.by_id[seq_id]
 
-    @property
-    def has_drafts(self) -> bool:
-        """The next step is to try some."""
-        return bool(self._drafts)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.by_id)
 
-    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
-        """New requests are of these classes, and sequences that are there keep theirs; tenants have these weights."""
-        self.config = replace(self.config, classes=classes, weights=weights)
-        if self.slo is not None:
-            self.slo.shares.set_classes(classes)
-        if self.fair is not None and weights:
-            self.fair.weights = weights
-        elif self.fair is not None or weights:
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def _queue(self) -> OrderedSequences:
+        orders, weights = self._policy.orders, self._config.weights
+        if weights:
+            return FairSequences(orders, weights, self._config.max_model_len)
+        return OrderedSequences(orders.admission)
+
+    def set_config(self, config: SchedulerConfig) -> None:
+        """There are other classes, and weights of tenants, who take turns where there are any."""
+        self._config, weights = config, config.weights
+        self._policy.set_config(config)
+        if isinstance(self.waiting, FairSequences) and weights:
+            self.waiting.weights = weights
+        elif isinstance(self.waiting, FairSequences) or weights:
             there, self.waiting = list(self.waiting), self._queue()
             for sequence in there:
                 self.waiting.add(sequence)
 
-    def _queue(self) -> OrderedSequences:
-        """An empty queue: `fair` where tenants have weights."""
-        orders, weights = self.orders, self.config.weights
-        self.fair = FairSequences(orders, weights, self.config.max_model_len) if weights else None
-        if self.slo is not None:
-            self.slo.promises.fair = self.fair
-        return OrderedSequences(orders.admission) if self.fair is None else self.fair
+    # --- who may come next --------------------------------------------------------------------------
+
+    def candidates(self, most: int | None = None) -> list[Sequence]:
+        """The head of the queue: `most` of it, or as many as could be admitted or examined in one step."""
+        if most is None:
+            most = max(1, self._config.max_num_seqs - len(self.running)) + self._config.lookahead + 1
+        head = list(islice((s for s in self.waiting if not _waits_for_parent(s)), most))
+        if past := self._policy.past(head, self.waiting):
+            head += [sequence for sequence in past if not _waits_for_parent(sequence)]
+        return head
+
+    @property
+    def spare(self) -> int:
+        """Blocks that admission leaves to those who run."""
+        return self._watermark if len(self.running) else 0
 
     # --- arrivals and departures --------------------------------------------------------------------
 
@@ -108,28 +118,46 @@ class Sequences:
         """Queue a new sequence that fits the context."""
         sequence.seq_id = self._next_seq_id
         self._next_seq_id += 1
-        self.sequences[sequence.seq_id] = sequence
-        if self.slo is not None:
-            self.slo.arrives(sequence, now)
-        self.accounting.begin_waiting(sequence, now)
+        self.by_id[sequence.seq_id] = sequence
+        self._policy.arrives(sequence, now)
+        self._accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
         if sequence.output_len == 0:
-            self._unserved.add(sequence)
+            self.unserved.add(sequence)
 
-    def abort(self, sequence: Sequence, now: int) -> None:
-        """Drop a sequence in any state and free its blocks."""
-        if sequence.status is not Status.FINISHED:
-            self.finish(sequence, FinishReason.ABORT, now)
+    def start(self, sequence: Sequence, now: int) -> None:
+        """Let a waiting sequence run that has got its blocks."""
+        self._accounting.leave(sequence, now)
+        self.waiting.remove(sequence)
+        sequence.status = Status.RUNNING
+        sequence.times_bypassed = 0
+        self.unserved.discard(sequence)
+        self.running.add(sequence)
+        self._policy.starts(sequence)
+        self.waiting.admitted(sequence, self.running)
+
+    def preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
+        """Take the blocks of a running sequence, which waits again, and have the plan say so."""
+        self._accounting.begin_preempted(victim, now)
+        self._policy.leaves(victim, None)
+        self.running.remove(victim)
+        self.block_manager.preempt(victim)
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        victim.times_bypassed = self._config.max_bypasses  # it has been served already: nobody overtakes it
+        self.num_preemptions += 1
+        self.waiting.add(victim)
+        plan.preempted.append(victim.seq_id)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: int) -> None:
-        self.accounting.leave(sequence, now)
+        """End a sequence in any state and free its blocks."""
+        self._accounting.leave(sequence, now)
         if reason is FinishReason.ERROR:
             self.block_manager.withdraw(sequence)
-        if self.slo is not None:
-            self.slo.leaves(sequence, reason)
+        self._policy.leaves(sequence, reason)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
-        del self.sequences[sequence.seq_id]
-        self._unserved.discard(sequence)
+        del self.by_id[sequence.seq_id]
+        self.unserved.discard(sequence)
         if sequence.pins_prompt:
             self._pin_prompt(sequence)
         self.block_manager.release(sequence)
@@ -141,36 +169,9 @@ class Sequences:
         self.blocks.pin(self.blocks.match(sequence.tokens[: sequence.num_computed + 1], sequence.cache_salt, known))
         if self.blocks.checkpoints is not None:
             self.blocks.checkpoints.pin(known.nodes)
-        if self.slo is not None:
-            self.slo.shares.set_classes(self.config.classes)  # whose shares are of what is left
+        self._policy.set_config(self._config)
 
-    def _start(self, sequence: Sequence, now: int) -> None:
-        """Let a waiting sequence run that has got its blocks."""
-        self.accounting.leave(sequence, now)
-        self.waiting.remove(sequence)
-        sequence.status = Status.RUNNING
-        sequence.times_bypassed = 0
-        self._unserved.discard(sequence)
-        self.running.add(sequence)
-        if self.slo is not None:
-            self.slo.begins(sequence)
-        if self.fair is not None:
-            self.fair.admitted(sequence, self.running)
-
-    def _preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
-        self.accounting.begin_preempted(victim, now)
-        if self.slo is not None:
-            self.slo.leaves(victim)
-        self.running.remove(victim)
-        self.block_manager.preempt(victim)
-        victim.status = Status.WAITING
-        victim.preemptions += 1
-        victim.times_bypassed = self.config.max_bypasses  # it has been served already: nobody overtakes it
-        self.num_preemptions += 1
-        self.waiting.add(victim)
-        plan.preempted.append(victim.seq_id)
-
-    def _rekey(self, sequence: Sequence, **changes: Any) -> None:
+    def rekey(self, sequence: Sequence, **changes: Any) -> None:
         """Change fields that the order depends on."""
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
@@ -178,146 +179,45 @@ class Sequences:
             setattr(sequence, name, value)
         queue.add(sequence)
 
-    # --- results ------------------------------------------------------------------------------------
 
-    def take_out(self, failed: list[Sequence], plan: StepPlan, began: int, ended: int) -> None:
-        """End the sequences that made a plan fail, and take them out of it; the rest is then completed as usual.
+def _waits_for_parent(sequence: Sequence) -> bool:
+    """A further choice of a request waits until the first one has computed the prompt they share."""
+    parent = sequence.parent
+    if parent is None or parent.status is Status.FINISHED:
+        return False
+    return parent.num_computed < sequence.prompt_len - 1
 
-        The plan was run again in parts between `began` and `ended`. Not all of the failed ones need to be in it.
-        """
-        self.accounting.record_retry(self.running, began, ended)
-        for sequence in failed:
-            self.finish(sequence, FinishReason.ERROR, ended)
-        plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences]
-        plan.work = work_of(plan.scheduled)
 
-    def complete(
-        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
-    ) -> list[tuple[Sequence, list[int]]]:
-        """Apply a step's results.
+@dataclass(slots=True)
+class Step:
+    """A step that is being decided.
 
-        Args:
-            tokens: new tokens of each item that samples, by its seq_id: the drafts that were accepted, and the token
-                drawn after them. With an empty list the newest known token is computed again. None means that the
-                logits were not numbers: the sequence ends with an error and leaves nothing in the prefix index.
-                Of items that want a vector, only those are named whose vector is none.
+    Args:
+        now: the time, in nanoseconds of the engine's clock.
+        decoding: running sequences that are to get a token, in order.
+        prompts: running sequences with a prompt under way, in order.
+        plan: what an executor is to do.
+        decision: what is noted of the reasons.
+        left_out: of `decoding`, those that get no token unless the step would be empty.
+    """
 
-        Returns:
-            The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
-        """
-        known_as = self.sequences
-        sequences = [known_as[item.seq_id] for item in plan.scheduled]
-        idle = self._idle_beside(sequences)
-        self.accounting.record_step(sequences, plan, idle, times)
-        self._heed(times)
-        changed: list[tuple[Sequence, list[int]]] = []
-        fair = self.fair
-        size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
-        sampled_ns, checkpoints = times.sampled_ns, self.blocks.checkpoints
-        for sequence, item in zip(sequences, plan.scheduled, strict=True):
-            sequence.steps += 1
-            reason, samples = None, item.samples
-            if not samples:
-                sequence.num_computed += len(item.token_ids)
-                if sequence.pooling is not None:
-                    reason = self._end_of_pooled(sequence, tokens.get(item.seq_id, ()), sampled_ns)
-                    if reason is not None:
-                        changed.append((sequence, []))
-                    if reason is FinishReason.ERROR:
-                        self.finish(sequence, reason, sampled_ns)
-                        continue
-            elif (drawn := tokens[item.seq_id]) is None:
-                changed.append((sequence, []))
-                self.finish(sequence, FinishReason.ERROR, sampled_ns)
-                continue
-            else:
-                mine = sequence.tokens
-                known = len(mine)
-                for token in drawn:
-                    mine.append(token)
-                    if token in sequence.stop_ids or len(mine) >= sequence.max_len:
-                        reason = finish_reason(sequence, token)
-                        if reason is not None:
-                            drawn = mine[known:]
-                            break
-                sequence.last_token_ns = sampled_ns
-                if sequence.yielded and known == sequence.prompt_len:
-                    self._forgive(sequence, sampled_ns)
-                changed.append((sequence, drawn))
-                sequence.num_computed = len(mine) - 1
-                if samples > 1:
-                    self.block_manager.trim(sequence)
-                if fair is not None:
-                    fair.charge(sequence)
-            if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
-                self.block_manager.register_full(sequence)
-            if checkpoints is not None:
-                self.block_manager.settle(sequence, item)
-            if reason is not None:
-                self.finish(sequence, reason, sampled_ns)
-            elif sequence.clock_marks is None and samples and sequence.is_decoding:
-                self.accounting.join_decode_clock(sequence)
-        if checkpoints is not None:
-            checkpoints.end_step()
-        if fair is not None:
-            fair.measure()
-        return changed
+    now: int
+    sequences: Sequences
+    decoding: list[Sequence]
+    prompts: list[Sequence]
+    plan: StepPlan
+    decision: Decision
+    left_out: list[Sequence] = field(default_factory=list)
 
-    def _end_of_pooled(self, sequence: Sequence, told: Collection[int] | None, now: int) -> FinishReason | None:
-        """Whether a sequence ends that a vector is wanted of: None in place of tokens says that it is no numbers."""
-        if told is None:
-            return FinishReason.ERROR
-        if sequence.num_to_compute:
-            return None
-        self._forgive(sequence, now)
-        return FinishReason.STOP
+    def preempt(self, victim: Sequence) -> None:
+        """Take the blocks of a running sequence, which waits again."""
+        self.sequences.preempt(victim, self.plan, self.now)
 
-    def _forgive(self, sequence: Sequence, now: int) -> None:
-        """A sequence has its first token; one that had yielded may be in time after all."""
-        if now <= sequence.due_ns:
-            sequence.yielded = ""
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence that is not served."""
+        self.sequences.finish(sequence, reason, self.now)
+        self.plan.expired.append(sequence.seq_id)
 
-    def _heed(self, times: StepTimes) -> None:
-        """Note how long the step of the latest decision took, and learn from it."""
-        if self.decisions:
-            decision = self.decisions[-1]
-            decision.took_ns = times.computed_ns - times.launched_ns
-            if self.slo is not None:
-                self.slo.promises.heed(decision.planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
-
-    def propose(self, seq_id: int, drafts: list[int]) -> None:
-        """Have the next step try these drafts, if the sequence decodes in it.
-
-        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them. So are those of
-        models with recurrent layers, whose states cannot go back behind drafts that were refused.
-        """
-        if self.blocks.checkpoints is not None:
-            return
-        if seq_id in self.sequences and drafts and not self.sequences[seq_id].params.penalises:
-            self._drafts[seq_id] = drafts
-
-    def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The running sequences that have no part in a step of these."""
-        if len(sequences) == len(self.running):
-            return []
-        ran = {sequence.seq_id for sequence in sequences}
-        return [sequence for sequence in self.running if sequence.seq_id not in ran]
-
-    def check(self) -> None:
-        """Verify that no block is leaked or held twice.
-
-        Raises:
-            RuntimeError: naming the block.
-        """
-        for _ in self.check_by_parts():
-            pass
-
-    def check_by_parts(self) -> Iterator[None]:
-        """check() with pauses, as KVBlocks.check_by_parts()."""
-        yield from self.blocks.check_by_parts(sequence.held_blocks for sequence in self.running)
-        if any(sequence.held_blocks for sequence in self.waiting):
-            raise RuntimeError("a waiting sequence holds blocks")
-        if self.blocks.checkpoints is not None:
-            self.blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in self.running))
-        if self.host is not None:
-            self.host.check(sequence.swapped for sequence in self.waiting)
+    def wait_until(self, then: int) -> None:
+        """Run nothing before `then`, unless somebody comes."""
+        self.plan.wait_until_ns, self.decision.window_ns = then, then - self.now

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from headway.policy.kv_blocks import KVBlocks
-from headway.policy.request import Sequence
+from headway.policy.order import Order
+from headway.policy.request import Sequence, Status
+from headway.policy.sequences import Step
 from headway.policy.service_class import ClassTable
 from headway.policy.step_budget import StepBudget
 
@@ -99,6 +101,73 @@ class Shares:
     def is_over(self, name: str, growth: int = 0) -> bool:
         """Whether a class has more than its share with so many blocks more."""
         return self._pool.used[name] + growth > self.blocks.get(name, 0)
+
+    @property
+    def are_lent(self) -> bool:
+        """Classes have shares of blocks, or bounds."""
+        return bool(self.blocks or self.most)
+
+    # --- who gives blocks back ----------------------------------------------------------------------
+
+    def may_go(self, sequence: Sequence) -> bool:
+        """Its class has more than its share of blocks, or there are no shares."""
+        return not self.blocks or self.is_over(sequence.service.name)
+
+    def give_back(
+        self, step: Step, seats: int, victims_last: Order, may_start: Callable[[Sequence, int], bool]
+    ) -> None:
+        """Preempt borrowers for the first waiting sequence of each class that fits in its share of blocks.
+
+        Args:
+            seats: that are free.
+            victims_last: the order in which sequences are preempted, the last one first.
+            may_start: as of SchedulingPolicy.
+        """
+        sequences, seen = step.sequences, set[str]()
+        if not any(self.waiting[name] for name in self.blocks):
+            return
+        for candidate in sequences.candidates() if seats > 0 else []:
+            name = candidate.service.name
+            if name in seen or name not in self.blocks:
+                continue
+            seen.add(name)
+            while self.has_blocks_left(name, wanted := sequences.block_manager.wanted(candidate)):
+                missing = wanted + self.blocks_kept_from(name) - self._pool.num_free
+                if missing <= 0 or not may_start(candidate, len(sequences.running)):
+                    break
+                last_first = sorted(sequences.running, key=victims_last, reverse=True)
+                kept = candidate.prefix_match.blocks if candidate.prefix_match is not None else []
+                victims = self.borrowers(last_first, missing, set(kept))
+                if not victims:
+                    break
+                for victim in victims:  # whose own class may now wait for what is left of its share
+                    step.decision.gave_back.append((victim.request_id, name))
+                    step.preempt(victim)
+
+    def make_room(self, decoding: list[Sequence], step: Step, victims_last: Order) -> list[Sequence]:
+        """Preempt until all who decode have blocks for their next tokens, within bounds; returns who is left.
+
+        Who goes is of a class that would exceed its bound, or else of one that has more than its share.
+        """
+        pool, running, manager = self._pool, step.sequences.running, step.sequences.block_manager
+        if not self.most and len(decoding) * pool.tables <= pool.num_free:
+            return decoding
+        growing = [(sequence, count) for sequence in decoding if (count := manager.growth(sequence))]
+        while True:
+            growth = Counter[str]()
+            for sequence, count in growing:
+                growth[sequence.service.name] += count
+            full = {name for name in self.most if not self.may_use(name, growth[name])}
+            victims = [each for each in running if each.service.name in full]
+            if not victims and growth.total() <= pool.num_free:
+                return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
+            over = [
+                each
+                for each in running
+                if not each.has_starved and self.is_over(each.service.name, growth[each.service.name])
+            ]
+            step.preempt(max(victims or over or running, key=victims_last))
+            growing = [each for each in growing if each[0].status is Status.RUNNING]
 
     def borrowers(self, last_first: Iterable[Sequence], missing: int, kept: Container[int]) -> list[Sequence] | None:
         """The sequences that have to go so that `missing` blocks become free; None where that is not possible.

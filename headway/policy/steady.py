@@ -16,7 +16,6 @@ from collections.abc import Callable
 from headway.policy.accounting import StepTimes
 from headway.policy.ledger import Phase
 from headway.policy.plan import StepPlan
-from headway.policy.promises import is_promised
 from headway.policy.request import Sequence
 from headway.policy.scheduler import Scheduler
 from headway.policy.step_time import StepWork
@@ -65,11 +64,7 @@ class SteadyDecodes:
             or type(scheduler) is not Scheduler
         ):
             return None
-        if scheduler.has_drafts or scheduler.fair is not None:
-            return None
-        if (slo := scheduler.slo) is not None and (
-            slo.shares.most or len({is_promised(sequence) for sequence in running}) > 1
-        ):
+        if scheduler.has_drafts or scheduler.config.weights or not scheduler.policy.is_steady(running):
             return None
         return cls(scheduler, draws)
 
@@ -89,15 +84,14 @@ class SteadyDecodes:
         if (
             not self._count
             or (growing is not None and len(growing) * tables > scheduler.blocks.num_free)
-            or (scheduler.lends_blocks and self._count * tables > scheduler.blocks.num_free)
+            or (scheduler.policy.lends_blocks and self._count * tables > scheduler.blocks.num_free)
         ):
             return None
         if growing is not None:
             self._grow(sorted(growing))
         if scheduler.blocks.checkpoints is not None:
             self._roll()
-        if scheduler.slo is not None:
-            scheduler.slo.promises.has_no_prompts()
+        scheduler.policy.steady_step()
         scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
         self._planned_ns = now
         self._work = StepWork(decode_tokens=self._count, decode_context=self._context)
@@ -132,9 +126,7 @@ class SteadyDecodes:
         """Apply the step's results, as Scheduler.complete(). Returns the sequences that have ended."""
         scheduler = self._scheduler
         scheduler.accounting.record_decodes(self._work, times)
-        if scheduler.slo is not None:
-            promises = scheduler.slo.promises
-            promises.heed(self._planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
+        scheduler.policy.heed(self._planned_ns, times)
         self.num_steps += 1
         self._context += self._count
         self._sampled_ns = times.sampled_ns
@@ -159,7 +151,7 @@ class SteadyDecodes:
             if reason is None:
                 self._expect(at, sequence)
                 continue
-            scheduler.finish(sequence, reason, self._sampled_ns)
+            scheduler.sequences.finish(sequence, reason, self._sampled_ns)
             self._sequences[at] = None
             self._count -= 1
             self._context -= len(sequence.tokens)

@@ -9,11 +9,13 @@ blocks. With objectives it is bounded by what starves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headway.policy.order import OrderedSequences, OrderKey, Orders
-from headway.policy.request import Sequence
+from headway.policy.request import Sequence, Status
+from headway.policy.scheduling_policy import SchedulingPolicy
+from headway.policy.sequences import Sequences, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,59 @@ def victims_for(
             held[block] += 1
             missing -= held[block] == references[block] and block not in kept
     return victims if seats > 0 and missing <= 0 else None
+
+
+def _anybody(sequence: Sequence) -> bool:
+    return True
+
+
+class Displacement:
+    """Preempts running sequences for waiting ones that rank above them, by the orders of a policy."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._ranks, self._version = RunningRanks((), {}), -1
+
+    def _ranks_of(self, running: OrderedSequences) -> RunningRanks:
+        """The ranks of the running sequences, found again only when one has come or gone."""
+        if self._version != running.version:
+            self._ranks, self._version = RunningRanks.of(running, self._policy.orders), running.version
+        return self._ranks
+
+    def is_outranked(self, sequences: Sequences) -> bool:
+        """As SchedulingPolicy.is_outranked()."""
+        orders = self._policy.orders
+        if not orders.displaces:
+            return False
+        first = sequences.waiting.first()
+        return self._ranks_of(sequences.running).outrank(orders.level(first), first.arrival_ns)
+
+    def displace(self, step: Step, may_go: Callable[[Sequence], bool] = _anybody) -> None:
+        """Preempt for those who wait, as far as it helps; they are then admitted like any other.
+
+        Args:
+            may_go: whether a running sequence may be preempted.
+        """
+        policy, sequences, orders = self._policy, step.sequences, self._policy.orders
+        running, waiting, manager = sequences.running, sequences.waiting, sequences.block_manager
+        if not (orders.displaces and len(waiting) and len(running)):
+            return
+        last = self._ranks_of(running).last
+        if waiting.first_key() > last:
+            return
+        seats, promised = policy.config.max_num_seqs - len(running), 0
+        last_first = [each for each in sorted(running, key=orders.victims, reverse=True) if may_go(each)]
+        for candidate in sequences.candidates():
+            if orders.admission(candidate) > last or not policy.may_start(candidate, len(running) - 1):
+                return
+            missing = manager.wanted(candidate) + sequences.spare + promised - sequences.blocks.num_free
+            victims = victims_for(candidate, last_first, orders, seats, missing, sequences.blocks.references)
+            if victims is None:
+                return
+            for victim in victims:
+                if may_go(victim):  # not if those before it have left its class no more than its share
+                    victim.displacements += 1
+                    step.preempt(victim)
+            last_first = [sequence for sequence in last_first if sequence.status is Status.RUNNING]
+            seats += len(victims) - 1
+            promised += manager.wanted(candidate)

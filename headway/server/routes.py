@@ -17,7 +17,7 @@ from headway.choices import TokenizedPrompt
 from headway.engine.client import EngineDead
 from headway.policy.queue_bound import Place
 from headway.policy.sampling_params import SamplingParams
-from headway.policy.sequences import DECISIONS_KEPT
+from headway.policy.scheduler import DECISIONS_KEPT
 from headway.policy.service_class import ServiceClass
 from headway.server import responses
 from headway.server.answers import Answer

@@ -33,7 +33,7 @@ def metrics_of(fleet: Fleet) -> dict[str, Any]:
         "prefix": "headway",
         "prompt_tokens": sum(answer.prompt_len for answer in answers if not answer.index),
         "generation_tokens": sum(len(answer.token_ns) for answer in answers),
-        "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
+        "preemptions": sum(scheduler.sequences.num_preemptions for scheduler in schedulers),
         "prefix_cache": {"queries": queries, "hits": hits, "hit_rate": hits / queries if queries else None},
         "step": {
             "count": len(took_ns),
@@ -50,7 +50,7 @@ def metrics_of(fleet: Fleet) -> dict[str, Any]:
 def _tenants_of(fleet: Fleet) -> dict[str, Any]:
     """Figures of quotas and of turns between tenants, summed over all servers; nothing without tenants."""
     found: dict[str, Any] = {}
-    fair = [each.scheduler.fair for each in fleet.servers if each.scheduler.fair is not None]
+    fair = [each.scheduler.waiting for each in fleet.servers if each.scheduler.config.weights]
     if fair:
         found = {"fairness_lead_tokens": max(each.lead for each in fair)}
         found["fairness_bound_tokens"] = max(each.bound for each in fair)

@@ -30,7 +30,7 @@ def _never_preempting(server: ServerOptions, scheduling: SchedulingOptions) -> D
     blocks, config = plain.scheduler.blocks, plain.scheduler.config
     most = config.max_num_seqs * blocks.most_blocks(config.max_model_len)
     found = deploy(server, scheduling, max(1.0, most / blocks.num_blocks))
-    found.scheduler.orders = replace(found.scheduler.orders, displaces=0)
+    found.scheduler.policy.orders = replace(found.scheduler.policy.orders, displaces=0)
     return found
 
 

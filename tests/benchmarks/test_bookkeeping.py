@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bookkeeping import PARAMS, build, measure, schedulings
-from headway.policy.order import ORDERS
+from headway.policy.policies import POLICIES
 
 
 def test_steps_of_every_kind_of_request_are_timed() -> None:
@@ -16,7 +16,7 @@ def test_steps_of_every_kind_of_request_are_timed() -> None:
     core.check()
 
 
-@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_scheduler_is_timed_with_a_queue(policy: str) -> None:
     times = schedulings(policy, running=2, waiting=3, steps=4)
     assert len(times) == 4 and min(times) > 0

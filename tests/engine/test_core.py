@@ -14,6 +14,7 @@ from headway.policy.sampling_params import SamplingParams
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.slo import SloPolicy
 
 MS = 1_000_000
 CLASSES = ClassTable(
@@ -97,9 +98,10 @@ def test_who_can_not_be_in_time_is_refused_at_once_with_the_time_to_come_again()
 
 def test_an_idle_engine_waits_for_company_where_requests_come_close_together() -> None:
     core, clock = engine()
-    assert core.scheduler.slo is not None
+    policy = core.scheduler.policy
+    assert isinstance(policy, SloPolicy)
     for _ in range(100):
-        core.scheduler.slo.window.arrived(clock.now)
+        policy.window.arrived(clock.now)
         clock.now += MS // 2
     ask(core, clock, "100", 1, 1)
     assert core.step().stats.windows == 1

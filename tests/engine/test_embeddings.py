@@ -93,14 +93,14 @@ def test_a_preempted_prompt_begins_again(model: tuple[str, PreTrainedModel], mon
         if planned == 3:
             for sequence in list(core.scheduler.running):
                 assert sequence.num_computed > 0
-                core.scheduler._preempt(sequence, ahead, now)
+                core.scheduler.sequences.preempt(sequence, ahead, now)
         plan = schedule(now)
         plan.preempted[:0] = ahead.preempted
         return plan
 
     monkeypatch.setattr(core.scheduler, "schedule", preempting)
     assert same(embedded(llm, [PROMPTS[8]]), [states(reference, PROMPTS[8]).mean(0)])
-    assert core.scheduler.num_preemptions == 1
+    assert core.scheduler.sequences.num_preemptions == 1
 
 
 def test_a_step_that_fails_leaves_the_others_as_they_are(

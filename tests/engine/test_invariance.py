@@ -160,7 +160,7 @@ def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching:
     # Room for 480 tokens where the batch wants 3,600.
     llm = build(model, kv_cache_memory=480 * model.token_bytes, max_num_seqs=32, enable_prefix_caching=caching)
     assert tokens_of(llm, PROMPTS) == alone
-    assert llm.engine.core.scheduler.num_preemptions > 0
+    assert llm.engine.core.scheduler.sequences.num_preemptions > 0
 
 
 @pytest.mark.parametrize("caching", [True, False])

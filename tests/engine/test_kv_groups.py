@@ -129,7 +129,7 @@ def test_preempted(folder: str, family: str, whole: tuple[str, list[list[int]]],
     if scheduler.host is not None:
         scheduler.host.space = SwapSpace(scheduler.host.space.num_blocks)  # as if copies took no time
     assert tokens_of(llm) == expected
-    assert scheduler.num_preemptions > 0
+    assert scheduler.sequences.num_preemptions > 0
     assert scheduler.host is None or scheduler.host.counts["in"] > 0
 
 

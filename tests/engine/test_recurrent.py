@@ -115,7 +115,7 @@ def test_preempted(model: tuple[str, str], alone: list[Said], caching: bool) -> 
     blocks = llm.engine.core.scheduler.blocks
     held = blocks.allocate(blocks.num_blocks - 30)  # as if the pool were so small
     assert said(llm, PROMPTS, held=held) == alone
-    assert llm.engine.core.scheduler.num_preemptions > 0
+    assert llm.engine.core.scheduler.sequences.num_preemptions > 0
 
 
 def test_more_prompts_than_slots_for_checkpoints(model: tuple[str, str], alone: list[Said]) -> None:

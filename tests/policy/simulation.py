@@ -27,6 +27,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
 from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.sizing import pool_size
+from headway.policy.slo import SloPolicy
 from headway.policy.step_budget import MIXED, Sharing
 from headway.policy.step_time import StepTimeModel, StepWork
 from headway.policy.swap import NO_SWAP, SwapSpace
@@ -422,9 +423,9 @@ class Simulation:
     def check_window(self, plan: StepPlan) -> None:
         """Nothing runs, and nobody waits longer for others than the class of each who waits allows."""
         assert not plan.scheduled and not len(self.scheduler.running)
-        assert self.scheduler.slo is not None
+        assert isinstance(self.scheduler.policy, SloPolicy)
         most_ns = min(sequence.service.window_ms[1] for sequence in self.scheduler.waiting) * 1e6
-        assert self.now < plan.wait_until_ns <= self.scheduler.slo.window.opened_ns + most_ns
+        assert self.now < plan.wait_until_ns <= self.scheduler.policy.window.opened_ns + most_ns
 
     def check_stall(self, items: list[ScheduledSequence]) -> None:
         """Prompts hold up others no longer than they may, as far as was known, but for the first one's least."""
@@ -479,7 +480,7 @@ class Simulation:
         for sequence in self.sequences:
             assert sequence.status is Status.FINISHED
             assert sequence.tables == []
-            assert sequence.displacements <= self.scheduler.orders.displaces
+            assert sequence.displacements <= self.scheduler.policy.orders.displaces
             check_ledger(sequence)
 
 

@@ -176,7 +176,7 @@ def test_drafts_take_no_block_that_a_newest_token_needs() -> None:
     for sequence in sequences:
         sim.scheduler.propose(sequence.seq_id, [5, 5, 5, 5])
     items = sim.step()
-    assert sim.scheduler.num_preemptions == 0
+    assert sim.scheduler.sequences.num_preemptions == 0
     assert [item.samples for item in items] == [1, 1, 1, 1]
 
 

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from headway.policy.fairness import FairSequences
-from headway.policy.order import ORDERS
+from headway.policy.policies import POLICIES
 from headway.policy.request import Sequence
 from headway.policy.sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ from headway.policy.sampling_params import SamplingParams
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(["fcfs", "slo"]), tenants=st.integers(1, 4))
 def test_who_is_passed_over_is_counted(seed: int, policy: str, tenants: int) -> None:
     """Whoever is admitted, goes away, or yields and waits elsewhere: from the front, the middle and the end."""
-    rng, orders = random.Random(seed), ORDERS[policy]
+    rng, orders = random.Random(seed), POLICIES[policy].orders
     fair = FairSequences(orders, {"t0": 2.0}, 10)
     waiting: list[Sequence] = []
     counted: Counter[int] = Counter()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from headway.policy.intake import sequences_of
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.preload import PreloadedPrompt, room_for
+from headway.policy.slo import SloPolicy
 from tests.policy.simulation import Simulation, make_request
 from tests.policy.test_shares import classes
 
@@ -48,8 +49,8 @@ def test_pinned_blocks_stay_whatever_comes(seed: int, tokens: int, policy: str) 
     pool = sim.scheduler.blocks
     assert len(pool.pinned) == tokens // 4 and pool.usage == 0.0
     if policy == "slo":
-        assert sim.scheduler.slo is not None
-        assert sim.scheduler.slo.shares.blocks == dict.fromkeys(("chat", "offline"), int(0.3 * (26 - tokens // 4)))
+        assert isinstance(sim.scheduler.policy, SloPolicy)
+        assert sim.scheduler.policy.shares.blocks == dict.fromkeys(("chat", "offline"), int(0.3 * (26 - tokens // 4)))
     for _ in range(20):
         begins = pinned[: rng.randrange(tokens + 1)] if rng.random() < 0.5 else []
         name = rng.choice(["chat", "report", "offline"])

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from headway.policy.kv_blocks import KVBlocks
 from headway.policy.ledger import Phase
-from headway.policy.order import AGEING_NS, ORDERS, Orders
+from headway.policy.order import AGEING_NS, Orders
 from headway.policy.plan import StepPlan
+from headway.policy.policies import POLICIES
+from headway.policy.priority import PriorityPolicy
 from headway.policy.request import FinishReason, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
@@ -33,7 +35,7 @@ def mixed_orders() -> Iterator[None]:
         displaces=3,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ORDERS, "mixed", orders)
+        patch.setitem(POLICIES, "mixed", type("Mixed", (PriorityPolicy,), {"orders": orders}))
         yield
 
 
@@ -221,7 +223,7 @@ def test_the_orders_of_admission_running_and_victims_are_three() -> None:
     worst, newest = sim.submit(list(range(6)), 14, priority=9), sim.submit(list(range(7)), 13)
     assert sim.step_sequences() == [worst, newest, long], "the shortest is admitted first"
     assert sim.step_sequences() == [newest, worst, long], "the newest gets its token first"
-    while not sim.scheduler.num_preemptions:
+    while not sim.scheduler.sequences.num_preemptions:
         sim.step()
     assert [s.preemptions for s in (long, worst, newest)] == [0, 1, 0], "of those without a token the worst has to go"
     sim.run_until_done()
@@ -235,10 +237,10 @@ def test_who_comes_back_with_all_of_it_cached_is_made_known_when_it_decodes() ->
     while len(sequence.tokens) < 9:
         sim.step()
     plan = StepPlan()
-    sim.scheduler._preempt(sequence, plan, sim.now)
+    sim.scheduler.sequences.preempt(sequence, plan, sim.now)
     sim.executor.run(plan)
     assert sim.scheduler.block_manager.admit(sequence, spare=0)
-    sim.scheduler._start(sequence, sim.now)
+    sim.scheduler.sequences.start(sequence, sim.now)
     assert sequence.is_decoding and sim.step_sequences() == [sequence]
     sim.run_until_done()
     assert sequence.output_len == 20

@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.decisions import Decision
 from headway.policy.plan import ScheduledSequence, StepPlan
-from headway.policy.promises import Outlook
 from headway.policy.request import Sequence, Status
 from headway.policy.scheduler import Scheduler
 from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.sequences import Step
 from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.slo import SloPolicy
 from tests.policy.simulation import Simulation, check_ledger
 
 
@@ -43,42 +43,43 @@ class Shared(Simulation):
 
     def make_scheduler(self, config: SchedulerConfig, blocks: Any) -> Scheduler:
         scheduler = super().make_scheduler(config, blocks)
-        preempt, give_back = scheduler._preempt, scheduler._give_back
+        slo, preempt = scheduler.policy, scheduler.sequences.preempt
+        assert isinstance(slo, SloPolicy)
+        prepare, self.slo = slo.prepare, slo
         self.lost: list[str] = []
 
         def checked(victim: Sequence, plan: StepPlan, now: int) -> None:
-            assert scheduler.slo is not None
             name = victim.service.name
             growth = sum(scheduler.block_manager.growth(s) for s in scheduler.running if s.service.name == name)
-            is_bound = not scheduler.slo.shares.may_use(name, growth)
+            is_bound = not slo.shares.may_use(name, growth)
             is_bound |= any(sequence.has_starved for sequence in scheduler.sequences.values())
-            assert is_bound or scheduler.slo.shares.is_over(name, growth), f"{name} has lost blocks of its share"
+            assert is_bound or slo.shares.is_over(name, growth), f"{name} has lost blocks of its share"
             self.lost.append(name)
             preempt(victim, plan, now)
 
-        def given_back(plan: StepPlan, decision: Decision, now: int, outlook: Outlook) -> None:
-            give_back(plan, decision, now, outlook)
-            self.check_shares()
+        def prepared(step: Step) -> None:
+            prepare(step)
+            if not step.plan.wait_until_ns:
+                self.check_shares()
 
-        scheduler._preempt, scheduler._give_back = checked, given_back  # type: ignore[method-assign]
+        scheduler.sequences.preempt = checked  # type: ignore[method-assign]
+        slo.prepare = prepared  # type: ignore[method-assign]
         return scheduler
 
     def check_plan(self, items: list[ScheduledSequence], ran_before: set[Sequence]) -> None:
         super().check_plan(items, ran_before)
-        assert self.scheduler.slo is not None
-        for name, most in self.scheduler.slo.shares.most.items():
+        for name, most in self.slo.shares.most.items():
             assert self.scheduler.blocks.used[name] <= most, f"{name} uses more than its bound"
 
     def check_shares(self) -> None:
         """There are blocks for the first of each class that fits in its share."""
-        scheduler, slo = self.scheduler, self.scheduler.slo
-        assert slo is not None
+        scheduler, slo = self.scheduler, self.slo
         if any(sequence.has_starved for sequence in scheduler.sequences.values()) or scheduler.blocks.used[""]:
             return
-        head = scheduler._candidates() if len(scheduler.running) < self.max_num_seqs else []
+        head = scheduler.sequences.candidates() if len(scheduler.running) < self.max_num_seqs else []
         for name in slo.shares.blocks:
             first = next((sequence for sequence in head if sequence.service.name == name), None)
-            if first is None or not scheduler._may_start(first, len(scheduler.running)):
+            if first is None or not slo.may_start(first, len(scheduler.running)):
                 continue
             wanted = scheduler.block_manager.wanted(first)
             if slo.shares.has_blocks_left(name, wanted):

@@ -21,6 +21,7 @@ from headway.policy.prefix_batching import PrefixLeaders
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.service_class import ClassTable, ServiceClass
 from headway.policy.shares import Shares
+from headway.policy.slo import SloPolicy
 from headway.policy.step_budget import StepBudget
 from headway.policy.step_time import StepWork
 from headway.policy.window import MOST_OF_TIME_LEFT, Window
@@ -142,8 +143,8 @@ def test_a_window_ends_with_the_last_request_that_waited() -> None:
     fill(sim, 30, 0.5)
     sequence = sim.submit([1, 2], 2)
     sim.step()
-    slo = sim.scheduler.slo
-    assert slo is not None and slo.window.opened_ns
+    slo = sim.scheduler.policy
+    assert isinstance(slo, SloPolicy) and slo.window.opened_ns
     sim.scheduler.abort(sequence, sim.now)
     assert not slo.window.opened_ns
 

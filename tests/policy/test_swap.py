@@ -30,7 +30,7 @@ def trained() -> StepTimeModel:
 def preempt(sim: Simulation, sequence: Sequence) -> None:
     """Preempt a sequence before the next step, as the scheduler does."""
     plan = StepPlan()
-    sim.scheduler._preempt(sequence, plan, sim.now)
+    sim.scheduler.sequences.preempt(sequence, plan, sim.now)
     sim.executor.run(plan)
 
 
@@ -52,7 +52,7 @@ def test_a_victim_decodes_on_where_it_was(caching: bool) -> None:
     assert Phase.DECODE_STALL_RECOMPUTE not in late.ledger.phases_ns
     assert sim.scheduler.host is not None
     counts = sim.scheduler.host.counts
-    assert counts["swap"] == sim.scheduler.num_preemptions and not counts["recompute"] + counts["full"]
+    assert counts["swap"] == sim.scheduler.sequences.num_preemptions and not counts["recompute"] + counts["full"]
     assert 0 < counts["in"] <= counts["out"]
     assert caching == (counts["in"] < counts["out"]), "what is still in the cache is not copied back"
     sim.check_all_closed()

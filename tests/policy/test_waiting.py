@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from headway.policy import order
 from headway.policy.ledger import Phase
-from headway.policy.order import AGEING_NS, ORDERS
+from headway.policy.order import AGEING_NS, PRIORITY
 from headway.policy.prefix_index import PrefixIndex
+from headway.policy.priority import PriorityPolicy
 from headway.policy.request import FinishReason, Sequence, Status
 from headway.policy.service_class import ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
@@ -96,7 +97,7 @@ def test_a_better_priority_does_not_wait_for_a_long_prompt_under_way() -> None:
 def test_who_was_displaced_often_keeps_its_seat() -> None:
     sim = Simulation(max_num_seqs=1, policy="priority")
     patient = sim.submit([1, 2, 3], 30, priority=5)
-    for _ in range(sim.scheduler.orders.displaces):
+    for _ in range(int(PRIORITY.displaces)):
         sim.step()
         assert patient.status is Status.RUNNING
         urgent = sim.submit([7, 8], 2, priority=0)
@@ -107,7 +108,7 @@ def test_who_was_displaced_often_keeps_its_seat() -> None:
     while patient.status is not Status.FINISHED:
         sim.step()
         assert waits.status is Status.WAITING
-    assert patient.displacements == sim.scheduler.orders.displaces and patient.output_len == 30
+    assert patient.displacements == PRIORITY.displaces and patient.output_len == 30
     sim.run_until_done()
     sim.check_all_closed()
 
@@ -129,8 +130,8 @@ def test_a_wait_for_a_better_priority_that_came_later_is_the_policys() -> None:
 def test_steps_in_which_nobody_comes_or_goes_compare_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the policy would cost time in every step in which many run and many wait."""
     keys: list[Sequence] = []
-    counting = replace(ORDERS["priority"], admission=lambda s: (keys.append(s), order.priority(s))[1])  # type: ignore[func-returns-value]
-    monkeypatch.setitem(ORDERS, "priority", counting)
+    counting = replace(PRIORITY, admission=lambda s: (keys.append(s), order.priority(s))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(PriorityPolicy, "orders", counting)
     sim, _ = busy()
     for number in range(50):
         sim.submit([1, 2], 3, priority=5 + number % 3)

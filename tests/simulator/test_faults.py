@@ -17,6 +17,7 @@ from headway.policy.queue_bound import Place
 from headway.policy.quota import Quotas
 from headway.policy.request import FinishReason
 from headway.policy.scheduler import Scheduler
+from headway.policy.sequences import Sequences
 from headway.policy.sizing import PoolSize
 from headway.policy.slo import SloPolicy
 from headway.simulator import engine
@@ -114,7 +115,7 @@ def _loses_time(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _serves_the_first_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *arguments: original(self, *arguments) if self.has_work and self.sequences.get(0) else []
+    return lambda self, *arguments: original(self, *arguments) if self.get(0) else []
 
 
 def _charges_one_more(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +131,7 @@ def _charges_one_more(original: Callable[..., Any]) -> Callable[..., Any]:
         (KVBlocks, "release", _leaks),
         (Place, "close", lambda original: lambda self, now: None),
         (Ledger, "mark", _loses_time),
-        (Scheduler, "_candidates", _serves_the_first_alone),
+        (Sequences, "candidates", _serves_the_first_alone),
     ],
 )
 def test_what_is_planted_is_found(

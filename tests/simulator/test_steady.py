@@ -22,6 +22,7 @@ from headway.policy.queue_bound import QueueLimits
 from headway.policy.recording import Record, RecordedScheduler, Step
 from headway.policy.scheduler import Scheduler
 from headway.policy.sizing import PoolSize
+from headway.policy.slo import SloPolicy
 from headway.policy.step_time import StepWork
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.engine import Host
@@ -95,7 +96,7 @@ def state(server: Server) -> dict[str, Any]:
     """All that later decisions depend on, and all that is reported."""
     scheduler = server.scheduler
     pool, accounting = scheduler.blocks, scheduler.accounting
-    promises = None if scheduler.slo is None else scheduler.slo.promises
+    promises = scheduler.policy.promises if isinstance(scheduler.policy, SloPolicy) else None
     return {
         "now": server.now,
         "answers": [asdict(replace(each, ledger=None)) for each in server.answers],  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def state(server: Server) -> dict[str, Any]:
         "learnt": vars(accounting.step_time),
         "pool": (pool._free, vars(pool.index), pool.references, list(pool.cached), pool.cached.evictions),
         "checkpoints": None if pool.checkpoints is None else vars(pool.checkpoints),
-        "preemptions": scheduler.num_preemptions,
+        "preemptions": scheduler.sequences.num_preemptions,
         "promises": promises and (promises.between_steps_ns, promises._passes, promises.are_prompts_promised),
     }
 

@@ -112,8 +112,8 @@ def test_counterfactual_servers_lack_their_cause_alone() -> None:
     plain = deploy(server, scheduling)
     made = {title: how(server, scheduling) for title, how in COUNTERFACTUALS.items()}
     roomy = made["without preemption"].scheduler
-    assert roomy.blocks.num_blocks >= 32 * roomy.blocks.blocks_for(2048) and roomy.orders.displaces == 0
-    assert plain.scheduler.orders.displaces > 0
+    assert roomy.blocks.num_blocks >= 32 * roomy.blocks.blocks_for(2048) and roomy.policy.orders.displaces == 0
+    assert plain.scheduler.policy.orders.displaces > 0
     assert made["with twice the KV cache"].scheduler.blocks.num_blocks == 2 * plain.scheduler.blocks.num_blocks
     assert all(each.scheduler.config == plain.scheduler.config for each in made.values())
 
