@@ -138,12 +138,12 @@ class KVBlocks:
         """
         free, owners, references = self._free, self.cached.owners, self.references
         if count == 1 and free:
-            blocks = [free.pop()]
+            blocks: list[int] = [free.pop()]
         else:
             lacking = count - len(free)
             if lacking > self.cached.num_cached:
                 raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-            blocks: list[int] = []
+            blocks = []
             if free:
                 kept = -lacking if lacking < 0 else 0
                 blocks = free[kept:]
