@@ -126,6 +126,8 @@ class Displacement:
             if victims is None:
                 return
             for victim in victims:
+                if victim in step.left_out:
+                    step.left_out.remove(victim)
                 if may_go(victim):  # not if those before it have left its class no more than its share
                     victim.displacements += 1
                     step.preempt(victim)
