@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from headway.policy.service_class import LONGEST_NAME
 
 MAX_MESSAGES = 4096
+LEAST, MOST = -(2**63), 2**63 - 1
 
 
 def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
@@ -24,15 +26,23 @@ def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-class TokenIds(list[int]):
-    """A long list of ids that was read in pieces, and so needs no further look at each of them."""
+class TokenIds(array):  # type: ignore[type-arg]
+    """Many ids that were read in pieces, and so need no further look at each of them.
+
+    A list of millions of numbers takes long even to be freed.
+    """
 
     lowest = highest = 0
 
+    def __new__(cls) -> Self:
+        return super().__new__(cls, "q")  # type: ignore[return-value]
+
     def add(self, ids: list[int]) -> None:
+        """Append ids; larger than any that fit into the array become the largest."""
         if ids:
             self.lowest, self.highest = min(self.lowest, min(ids)), max(self.highest, max(ids))
-            self.extend(ids)
+            fits = self.lowest >= LEAST and self.highest <= MOST
+            self.extend(ids if fits else [max(LEAST, min(each, MOST)) for each in ids])
 
 
 def _all_of(kind: type, value: Any) -> bool:
@@ -121,7 +131,7 @@ NullField = Annotated[
 
 
 # Integers that the engine's messages can't carry are out of every range.
-Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Int = Annotated[int, Field(ge=LEAST, le=MOST)]
 
 
 class Body(BaseModel):
