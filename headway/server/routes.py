@@ -101,8 +101,10 @@ class Routes:
         add("GET", "/", self.root, {}, {}, in_schema=False)
         add("GET", "/version", self.version, responses.Version, {})
         add("GET", "/load", self.load, responses.Load, responses.errors(401))
-        steps = responses.query("steps", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50)
-        form = responses.query("format", enum=["json", "text"], default="json")
+        steps = responses.query(
+            "steps", "How many of the last steps.", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50
+        )
+        form = responses.query("format", "JSON, or a line for each step.", enum=["json", "text"], default="json")
         plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
         failures = responses.errors(400, 401, 503)
         told = {"model": responses.Schedule, **plain}
