@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -54,7 +54,7 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
     yield f"<details><summary>Answers</summary><table>{answers}</table></details>"
 
 
-def _fields(title: str, rows: list[tuple[str, Mapping[str, Any], bool]], *, is_open: bool) -> str:
+def _fields(title: str, rows: Sequence[tuple[str, Mapping[str, Any], bool]], *, is_open: bool) -> str:
     cells = "".join(
         f"<tr><td><code>{escape(name)}</code></td>"
         f"<td>{escape(_kind(kind))}{', required' if required else escape(_default(kind))}</td>"
