@@ -39,7 +39,7 @@ MAX_PIPELINED = 64
 # Bytes that are parsed before others may have their turn, and the longest time that a turn is then shared.
 SLICE, SLICE_NS = 16 * 2**10, 1_000_000
 # A client that is refused while it sends hears the answer if it is done with sending within this time.
-LINGER_S, LINGER_TLS_S = 30.0, 2.0
+LINGER_S, LINGER_TLS_S, LINGER_AT_END_S = 30.0, 2.0, 0.5
 # When a client that has closed its sending side is asked whether it is still there, and how long one is waited for that
 # cannot be asked.
 ASK_AFTER_S, ASK_AGAIN_S, UNASKED_S = 0.1, 1.0, 10.0
@@ -84,6 +84,7 @@ class Connection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
+        self._linger_s = LINGER_S
         self._closing: asyncio.TimerHandle | None = None  # nothing more is sent; what still comes is dropped
         self._asking: asyncio.TimerHandle | None = None
 
@@ -127,6 +128,7 @@ class Connection(HttpToolsProtocol):
         if self._closing is not None:
             self.transport.close()
         elif self._is_incomplete and self._refusal is None:
+            self._linger_s = LINGER_AT_END_S
             self._refuse(unavailable("the server is shutting down", "shutting_down", 5, "rejected-shutting-down"))
         else:
             super().shutdown()
@@ -160,7 +162,8 @@ class Connection(HttpToolsProtocol):
         self._stop_reading()
         self._held = b""
         has_eof = self.transport.can_write_eof()  # with TLS the client has only the answer's length
-        self._closing = self.loop.call_later(LINGER_S if has_eof else LINGER_TLS_S, self.transport.close)
+        linger_s = self._linger_s if has_eof else min(self._linger_s, LINGER_TLS_S)
+        self._closing = self.loop.call_later(linger_s, self.transport.close)
         if has_eof:
             self.transport.write_eof()
         self.transport.resume_reading()
