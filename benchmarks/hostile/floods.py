@@ -116,7 +116,7 @@ def of_floods() -> Iterator[Attack]:
     )
     yield flood(
         "300 longest answers with log-probabilities",
-        {200, 429},
+        {0, 200, 429},
         lambda: [Talk([asked(max_tokens=900, logprobs=20, n=4)]) for _ in range(300)],
         6,
     )

@@ -36,6 +36,8 @@ from headway.text.tokenizer import Tokenizer
 DATED_EVERY_S = 1.0
 # After a second signal: how long the event loop may be busy with something else, and how long the end may take then.
 LOOP_ANSWERS_S, ENDED_S = 1.0, 10.0
+# After it, answers have this long to end with an error.
+CUT_AFTER_S = 0.5
 logger = logging.getLogger("headway.server")
 
 
@@ -144,8 +146,13 @@ class Server(uvicorn.Server):
             if self._signals > 1:
                 signal.setitimer(signal.ITIMER_REAL, ENDED_S)
             self._service.end_drain()
+            asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut)
             return
         self._draining = asyncio.create_task(self._drain())
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     async def _drain(self) -> None:
         logger.info(
