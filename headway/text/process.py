@@ -147,7 +147,8 @@ class TextProcess:
             self._start()
         assert self._socket is not None
         self._socket.settimeout(seconds)
-        self._socket.sendall(len(message).to_bytes(_LENGTH) + message)
+        for part in (len(message).to_bytes(_LENGTH), message):  # not joined: it may be large
+            self._socket.sendall(part)
         return msgspec.msgpack.decode(_received(self._socket, time.monotonic() + seconds), type=_Answer)
 
     def _start(self) -> None:
