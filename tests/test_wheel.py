@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
+import venv
 from pathlib import Path
 
 import httpx
 import pytest
+
+from headway import __version__
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "headway"
@@ -28,7 +30,6 @@ build.build_lib = "."
 build.ensure_finalized()
 print(*build.get_outputs(include_bytecode=0), sep="\\n")
 """
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
 def in_repository() -> set[str]:
@@ -60,20 +61,28 @@ def test_the_command_of_the_wheel_is_there() -> None:
 
 @pytest.mark.slow
 def test_what_is_installed_of_the_wheel_serves(tmp_path: Path) -> None:
-    """Outside of the clone: what is missing in the wheel is missing here."""
-    source, site = tmp_path / "source", tmp_path / "site"
+    """In a fresh environment outside of the clone: what is missing in the wheel is missing here."""
+    source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "headway", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index"]
+    build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("headway-*-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:  # to install a wheel without compiled parts is to unpack it
-        archive.extractall(site)
-    assert "headway = headway.__main__:main" in next(site.glob("*.dist-info/entry_points.txt")).read_text()
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    where = [sys.executable, "-c", "import headway; print(headway.__file__)"]
+    venv.create(tmp_path / "venv", with_pip=False)
+    binaries = tmp_path / "venv" / "bin"
+    subprocess.run([*pip, "--python", str(binaries / "python"), "install", *offline, str(wheel)], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # Other packages are those of this environment; what is installed here comes first.
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = [str(binaries / "python"), "-c", "import headway; print(headway.__file__)"]
     assert subprocess.check_output(where, cwd=tmp_path, env=environment, text=True).startswith(str(site))
-    command = [sys.executable, "-m", "headway", "serve", "--host", "127.0.0.1", "--port", "0", "--threads", "1"]
+    said = subprocess.check_output([binaries / "headway", "--version"], cwd=tmp_path, env=environment, text=True)
+    assert __version__ in said
+    command = [binaries / "headway", "serve", "--host", "127.0.0.1", "--port", "0", "--threads", "1"]
     server = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None

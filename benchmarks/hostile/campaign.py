@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.hostile.bodies import of_bodies
 from benchmarks.hostile.endings import STOPPED, TOO_LARGE, ended, endings, hung, too_large_a_file
-from benchmarks.hostile.floods import of_floods, of_queries, of_templates, of_uploads
+from benchmarks.hostile.floods import of_crowds, of_floods, of_queries, of_templates, of_uploads
 from benchmarks.hostile.messages import PLAIN, Attack
 from benchmarks.hostile.requests import of_headers, of_protocol
 from benchmarks.hostile.victim import NotStarted, Row, Victim, attacked
@@ -21,7 +21,7 @@ _GROWN_MB = 150.0
 
 
 def all_attacks() -> list[Attack]:
-    groups = (of_bodies, of_headers, of_protocol, of_floods, of_queries, of_uploads, of_templates)
+    groups = (of_bodies, of_headers, of_protocol, of_floods, of_crowds, of_queries, of_uploads, of_templates)
     return [attack for group in groups for attack in group()]
 
 

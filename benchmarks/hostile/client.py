@@ -94,8 +94,8 @@ class Answer:
         return self._whole
 
     def finish(self) -> None:
-        """Note the statuses; one that comes before the answer (100) is none."""
-        self.statuses = Counter(int(found[1]) for found in _STATUS.finditer(self.received) if found[1] != b"100")
+        """Note the statuses; one that comes before the answer (100, 102) is none."""
+        self.statuses = Counter(int(found[1]) for found in _STATUS.finditer(self.received) if found[1][:1] != b"1")
 
 
 class _Line:

@@ -116,7 +116,7 @@ def of_floods() -> Iterator[Attack]:
     )
     yield flood(
         "300 longest answers with log-probabilities",
-        {200, 429},
+        {0, 200, 429},
         lambda: [Talk([asked(max_tokens=900, logprobs=20, n=4)]) for _ in range(300)],
         6,
     )
@@ -126,6 +126,44 @@ def of_floods() -> Iterator[Attack]:
         lambda: [Talk([asked(prompt=_noise(number), max_tokens=1)]) for number in range(64)],
         10,
     )
+
+
+def of_crowds() -> Iterator[Attack]:
+    """Many at once who each ask for something that is allowed, and single requests as large as they may be."""
+
+    def crowd(name: str, message: bytes, count: int = 2000, expect: tuple[int, ...] = (200, 429)) -> Attack:
+        # Those who still wait when it is broken off have no answer.
+        return Attack(name, "crowds", frozenset({0, *expect}), lambda: [Talk([message]) for _ in range(count)], 8.0)
+
+    def one(name: str, path: str, expect: tuple[int, ...] = (200, 400, 429), **body: object) -> Attack:
+        talks = lambda: [Talk([post(path, json.dumps(body))])]  # noqa: E731
+        return Attack(name, "crowds", frozenset(expect), talks, 15.0)
+
+    text = "the cat sat on a mat "
+    message = {"role": "user", "content": text * 10}
+    yield crowd("2,000 times /health", get("/health"))
+    yield crowd("2,000 times /metrics", get("/metrics"))
+    yield crowd("2,000 times /docs", get("/docs"))
+    yield crowd("2,000 times /openapi.json", get("/openapi.json"))
+    yield crowd("2,000 times /debug/schedule", get("/debug/schedule?steps=100"))
+    yield crowd("2,000 texts to tokenize", post("/tokenize", json.dumps({"prompt": text * 90})))
+    yield crowd("2,000 embeddings", post("/v1/embeddings", json.dumps({"input": text * 10})))
+    yield crowd("2,000 chats", post(CHAT, json.dumps({"messages": [message], "max_tokens": 1})))
+    yield crowd("100 requests of 1,000 prompts", post(COMPLETIONS, json.dumps({"prompt": ["a"] * 1000})), 100)
+    headers = head("/health", *(f"X-{number}: a" for number in range(90)), method="GET")
+    yield Attack(
+        "200 connections with 60 pipelined requests of 90 headers",
+        "crowds",
+        frozenset({0, 200, 429}),
+        lambda: [Talk([headers * 60], answers=60) for _ in range(200)],
+    )
+    yield one("/detokenize: 1.3 million ids of 4 digits", "/detokenize", tokens=[3333] * 1_300_000)
+    yield one("/tokenize: 4 MB, with strings", "/tokenize", prompt=text * 199_000, return_token_strs=True)
+    yield one("a request of 1,024 prompts, 4 choices each", COMPLETIONS, prompt=["a"] * 1024, n=4, max_tokens=1)
+    yield one("2,000 inputs of /v1/embeddings", "/v1/embeddings", input=["a"] * 2000)
+    yield one("1,000 documents to /v1/rerank", "/v1/rerank", query="a", documents=["a"] * 1000)
+    bias = {str(number): 1 for number in range(1024)}
+    yield one("logit_bias with 1,024 entries, 128 choices", COMPLETIONS, prompt="a", n=128, logit_bias=bias)
 
 
 def _noise(seed: int) -> str:

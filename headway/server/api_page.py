@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -28,8 +28,8 @@ def api_page(document: Mapping[str, Any]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>'
-        '<p>The same as <a href="openapi.json">openapi.json</a>. Fields have the meaning that OpenAI and vLLM give '
-        f"them.</p>{''.join(routes)}</body></html>"
+        '<p>The same as <a href="openapi.json">openapi.json</a>. What '
+        f"is OpenAI's or vLLM's has their names and meanings.</p>{''.join(routes)}</body></html>"
     )
 
 
@@ -38,7 +38,7 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
     if said := operation.get("description"):
         yield f"<p>{escape(said)}</p>"
     if parameters := operation.get("parameters"):
-        rows = [(each["name"], each["schema"], each.get("required", False)) for each in parameters]
+        rows = [(each["name"], {**each, **each["schema"]}, each.get("required", False)) for each in parameters]
         yield _fields("Parameters", rows, is_open=True)
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         schema = content["schema"]
@@ -54,10 +54,11 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
     yield f"<details><summary>Answers</summary><table>{answers}</table></details>"
 
 
-def _fields(title: str, rows: list[tuple[str, Mapping[str, Any], bool]], *, is_open: bool) -> str:
+def _fields(title: str, rows: Sequence[tuple[str, Mapping[str, Any], bool]], *, is_open: bool) -> str:
     cells = "".join(
-        f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(kind))}"
-        f"{', required' if required else escape(_default(kind))}</td></tr>"
+        f"<tr><td><code>{escape(name)}</code></td>"
+        f"<td>{escape(_kind(kind))}{', required' if required else escape(_default(kind))}</td>"
+        f"<td>{escape(kind.get('description', ''))}</td></tr>"
         for name, kind, required in sorted(rows, key=lambda row: not row[2])
     )
     return f"<details{' open' * is_open}><summary>{escape(title)}</summary><table>{cells}</table></details>"

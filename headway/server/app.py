@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headway import __version__
@@ -67,7 +69,9 @@ def create_app(
                 await batches.stop()
             await service.close()
 
-    app = FastAPI(title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.service = service
     Routes(service).add_to(app)
     VectorRoutes(service).add_to(app)
@@ -91,11 +95,27 @@ def create_app(
             document["security"] = [{"key": []}]
         return document
 
+    def written() -> tuple[bytes, str]:
+        document = app.openapi()
+        return msgspec.json.encode(document), api_page(document)
+
+    made: dict[bool, asyncio.Future[tuple[bytes, str]]] = {}  # with keys and without: it takes some 100 ms
+
+    async def documents() -> tuple[bytes, str]:
+        has_keys = bool(service.keys)
+        if has_keys not in made:
+            made[has_keys] = asyncio.ensure_future(run_in_threadpool(written))
+        return await asyncio.shield(made[has_keys])
+
+    async def openapi_json() -> Response:
+        return Response((await documents())[0], media_type="application/json")
+
     async def docs() -> HTMLResponse:
-        return HTMLResponse(await run_in_threadpool(lambda: api_page(app.openapi())))
+        return HTMLResponse((await documents())[1])
 
     app.openapi = openapi  # type: ignore[method-assign]
-    app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+    for path, handler in (("/openapi.json", openapi_json), ("/docs", docs)):
+        app.add_api_route(path, handler, methods=["GET"], include_in_schema=False)
     return app
 
 

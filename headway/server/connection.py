@@ -10,14 +10,13 @@ import socket
 import struct
 import time
 import urllib.parse
-from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway.server.errors import ApiError, too_many, unavailable
+from headway.server.exchange import Exchange, Flow
 from headway.server.http_head import (
     MAX_HEAD,
     MAX_HEADERS,
@@ -28,8 +27,10 @@ from headway.server.http_head import (
     too_long,
     too_much,
     unparsable,
+    written,
 )
 from headway.server.pacing import Pace
+from headway.server.probes import Probes
 from headway.server.streaming import ABORT_CONNECTION, WRITE_NOW
 
 ARRIVED = "headway.arrived_ns"
@@ -38,50 +39,12 @@ MAX_PIPELINED = 64
 # Bytes that are parsed before others may have their turn, and the longest time that a turn is then shared.
 SLICE, SLICE_NS = 16 * 2**10, 1_000_000
 # A client that is refused while it sends hears the answer if it is done with sending within this time.
-LINGER_S, LINGER_TLS_S = 30.0, 2.0
+LINGER_S, LINGER_TLS_S, LINGER_AT_END_S = 30.0, 2.0, 0.5
 # When a client that has closed its sending side is asked whether it is still there, and how long one is waited for that
 # cannot be asked.
-ASK_AFTER_S, ASK_AGAIN_S, UNASKED_S = 0.1, 5.0, 10.0
+ASK_AFTER_S, ASK_AGAIN_S, UNASKED_S = 0.1, 1.0, 10.0
 _TCP_CLOSE = 7
 logger = logging.getLogger("headway.server")
-
-
-class _Flow(FlowControl):
-    """Uvicorn's flow control. What has been received already is parsed before more is read.
-
-    Args:
-        go_on: called when the application wants more.
-    """
-
-    def __init__(self, transport: asyncio.Transport, go_on: Callable[[], None]) -> None:
-        super().__init__(transport)
-        self._go_on = go_on
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._go_on()
-
-    def forget(self) -> None:
-        """The connection has gone: nothing goes on, and it is not held in a circle."""
-        self._go_on = lambda: None
-
-
-class _Exchange(RequestResponseCycle):
-    """One request and its answer, of HTTP/1.0 or with a body that the client holds back until it is asked for."""
-
-    _until_close = False  # nothing but the connection's end tells the client that the answer is complete
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            if self.waiting_for_100_continue:  # nobody knows whether the body still comes
-                self.keep_alive = False
-            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if self.scope["http_version"] == "1.0" and not has_length:
-                self._until_close, self.chunked_encoding = True, False
-        elif self._until_close:
-            self.expected_content_length = len(message.get("body", b""))
-        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -93,16 +56,24 @@ class Connection(HttpToolsProtocol):
         read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
             first request.
         pace: how many connections are read in one turn of the event loop.
+        probes: what is answered at once.
+        came_ns: when its first byte came.
     """
 
     def __init__(
-        self, *args: Any, read_timeout_s: float, pace: Pace, refusal: ApiError | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        read_timeout_s: float,
+        pace: Pace,
+        probes: Probes,
+        came_ns: int = 0,
+        refusal: ApiError | None = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self._pace = pace
+        super().__init__(*args)
+        self._pace, self._probes = pace, probes
         self._held = b""  # bytes that wait for their turn; reading is paused meanwhile
         self._has_place = False  # a place in a later turn is on its way
-        self._came_ns = 0  # when they came
+        self._came_ns = came_ns  # when they came
         self._read_timeout_s = read_timeout_s
         self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
         self._is_incomplete = False  # the first byte of a request has come, but not its last
@@ -113,6 +84,7 @@ class Connection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
+        self._linger_s = LINGER_S
         self._closing: asyncio.TimerHandle | None = None  # nothing more is sent; what still comes is dropped
         self._asking: asyncio.TimerHandle | None = None
 
@@ -120,7 +92,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._go_on)
+        self.flow = Flow(transport, self._go_on)
         self._start_reading()
         if self._refusal is not None:
             self._send_refusal()
@@ -136,7 +108,7 @@ class Connection(HttpToolsProtocol):
         if (answering := self._answering) is not None:
             answering.disconnected = answering.disconnected or not answering.response_complete
             answering.message_event.set()
-        if isinstance(self.flow, _Flow):
+        if isinstance(self.flow, Flow):
             self.flow.forget()
         # A request's scope knows its connection. Cut that circle, so that both are freed without a full collection.
         self.cycle = self.scope = self._answering = None  # type: ignore[assignment]
@@ -156,6 +128,7 @@ class Connection(HttpToolsProtocol):
         if self._closing is not None:
             self.transport.close()
         elif self._is_incomplete and self._refusal is None:
+            self._linger_s = LINGER_AT_END_S
             self._refuse(unavailable("the server is shutting down", "shutting_down", 5, "rejected-shutting-down"))
         else:
             super().shutdown()
@@ -189,7 +162,8 @@ class Connection(HttpToolsProtocol):
         self._stop_reading()
         self._held = b""
         has_eof = self.transport.can_write_eof()  # with TLS the client has only the answer's length
-        self._closing = self.loop.call_later(LINGER_S if has_eof else LINGER_TLS_S, self.transport.close)
+        linger_s = self._linger_s if has_eof else min(self._linger_s, LINGER_TLS_S)
+        self._closing = self.loop.call_later(linger_s, self.transport.close)
         if has_eof:
             self.transport.write_eof()
         self.transport.resume_reading()
@@ -202,8 +176,21 @@ class Connection(HttpToolsProtocol):
             return
         if self._held:  # bytes that were on their way when reading was paused
             self._held += data
+        elif self._is_idle and (answer := self._probes.answer(data)) is not None:
+            self._stop_reading()
+            self.transport.write(answer.data)
+            if answer.ends:
+                self.transport.close()
+            self.on_response_complete()
         else:
             self._read(data)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is here, nor a part of one, and the client reads."""
+        answering = self._answering
+        is_answered = answering is None or (answering.response_complete and not self.pipeline)
+        return is_answered and not (self._is_incomplete or self.flow.write_paused)
 
     def _read(self, data: bytes) -> None:
         """Parse what this turn of the loop has room for; the rest waits, and nothing is read meanwhile."""
@@ -218,6 +205,7 @@ class Connection(HttpToolsProtocol):
             if self._closing is not None or self._refusal is not None:
                 return
             data = data[SLICE:]
+        self._came_ns = 0
         if self._has_ended:
             self._finish_input()
 
@@ -240,7 +228,6 @@ class Connection(HttpToolsProtocol):
         if self._closing is None and self._refusal is None:
             self._read(data[SLICE:])
         if not self._held:
-            self._came_ns = 0
             self._go_on()
 
     def _parse(self, data: bytes) -> None:
@@ -356,7 +343,7 @@ class Connection(HttpToolsProtocol):
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
         scope["raw_path"], scope["query_string"] = raw_path, target.query or b""
         is_plain = version == "1.1" and not self.expect_100_continue
-        self.cycle = (RequestResponseCycle if is_plain else _Exchange)(
+        self.cycle = (RequestResponseCycle if is_plain else Exchange)(
             scope=scope,  # type: ignore[arg-type]
             transport=self,  # type: ignore[arg-type]
             flow=self.flow,
@@ -446,10 +433,8 @@ class Connection(HttpToolsProtocol):
         given = dict(self.headers or ()).get(b"x-request-id", b"") if self._is_incomplete else b""
         answer = error.response()
         answer.headers["connection"], answer.headers["x-request-id"] = "close", request_id(given)
-        lines = (b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *answer.raw_headers))
         is_head = self._is_incomplete and self._has_head and self.scope["method"] == "HEAD"
-        body = b"" if is_head else bytes(answer.body)
-        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], b"".join(lines), body))
+        self.transport.write(written(answer, self.server_state.default_headers, is_head))
         self.close()
 
     # --- a request's time ---------------------------------------------------------------------------------

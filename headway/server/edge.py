@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway.server.connection import ARRIVED
 from headway.server.errors import ApiError, internal
 from headway.server.http_head import request_id
-from headway.server.pacing import Pace
+from headway.server.pacing import SMALL_PER_TURN, Pace
 from headway.tenant_file import Access, key_digest
 
 METRICS_PATH = "/metrics"
@@ -46,7 +46,7 @@ class Edge:
         cross_origin: Callable[[ASGIApp], ASGIApp] | None = None,
     ) -> None:
         self._app = app
-        self._pace = pace
+        self._pace, self._small = pace, Pace(SMALL_PER_TURN)
         self._keys = keys
         self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
         self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
@@ -55,8 +55,7 @@ class Edge:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope.setdefault(ARRIVED, time.monotonic_ns())
-        if scope["path"] not in OPEN_PATHS:
-            await self._pace.turn()
+        await (self._small if scope["path"] in OPEN_PATHS else self._pace).turn()
         headers = dict(scope["headers"])
         id_ = request_id(headers.get(b"x-request-id", b""))
         ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
 from collections.abc import Callable
@@ -26,6 +25,8 @@ T = TypeVar("T")
 OnPiece = Callable[[ServedChoice, Piece], None]
 clock = time.monotonic_ns
 SETTLE_TIMEOUT_S = 30.0
+# Of a request with many prompts or choices: those that are handed over, or counted at its end, in one turn.
+IN_ONE_TURN = 64
 
 
 class Generation:
@@ -76,13 +77,12 @@ class Generation:
         self._error: Exception | None = None  # that ended it
         self._ended, self._settled = asyncio.Event(), asyncio.Event()
         self._on_piece: OnPiece | None = None
-        self._leave: Callable[[], None] | None = None  # ends what submit() began
+        self._leaves: list[Callable[[], None]] = []  # end what submit() began
         self._requests: list[AddRequest] = []
         self._choice_of: dict[tuple[str, int], ServedChoice] = {}
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
-        stamps = Stamps(arrived_ns=arrived_ns, checked_ns=checked_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
                 request_id=f"{self.id}-{number}",
@@ -98,7 +98,7 @@ class Generation:
                 tenant=terms.tenant,
                 pooling=pooling,
             )
-            self._add(request, prompt, number * one.n, stamps, keep)
+            self._add(request, prompt, number * one.n, checked_ns, keep)
         self.choices = list(self._choice_of.values())
         self._unfinished = self._unsettled = len(self.choices)  # for the client, and in the engine
         service.enlist(self)
@@ -111,7 +111,7 @@ class Generation:
             service.generations.discard(self)
             raise
 
-    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, stamps: Stamps, keep: bool) -> None:
+    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, checked_ns: int, keep: bool) -> None:
         """The choices of a prompt, numbered from `first`."""
         self._requests.append(request)
         for index in range(request.params.n):
@@ -121,7 +121,7 @@ class Generation:
                 params=request.params,
                 tokenizer=self._service.tokenizer if self._pooling is None else None,
                 eos_token_ids=request.eos_token_ids,
-                stamps=dataclasses.replace(stamps),
+                stamps=Stamps(arrived_ns=request.arrival_ns, checked_ns=checked_ns),
                 keep=keep,
                 prompt_only=self._prompt_only,
             )
@@ -194,10 +194,7 @@ class Generation:
         """
         self._on_piece = on_piece
         try:
-            if self._aborted is not None:  # while the engine did not know of it yet
-                raise self._aborted
-            self._stamp_sent(clock())
-            self._leave = self._engine.submit(self._requests, self._take)
+            await self._submit()
             await self._ended.wait()
             if self._error is not None:
                 raise self._error
@@ -216,11 +213,19 @@ class Generation:
             else:
                 self._close()
 
-    def _stamp_sent(self, now_ns: int) -> None:
-        for request in self._requests:
-            request.sent_ns = now_ns
+    async def _submit(self) -> None:
+        now_ns = clock()
         for choice in self.choices:
             choice.stamps.sent_ns = now_ns
+        for at in range(0, len(self._requests), IN_ONE_TURN):
+            if at:
+                await self._service.pace.turn()
+            if self._aborted is not None:  # while the engine did not know of all of it yet
+                raise self._aborted
+            requests = self._requests[at : at + IN_ONE_TURN]
+            for request in requests:
+                request.sent_ns = now_ns
+            self._leaves.append(self._engine.submit(requests, self._take))
 
     def _take(self, item: SequenceOutput | Exception) -> None:
         """Take what comes from the engine: an output, or why there will be none."""
@@ -324,10 +329,22 @@ class Generation:
             self._close()
 
     def _close(self) -> None:
-        if self._leave is not None:
-            self._leave()
-        self._leave = self._on_piece = self._error = None  # they know this object, too
-        for choice in self.choices:
+        for leave in self._leaves:
+            leave()
+        self._leaves.clear()
+        self._on_piece = self._error = None  # they know this object, too
+        if len(self.choices) <= IN_ONE_TURN:
+            self._count(self.choices)
+        else:
+            self._service.background(self._count_in_turns())
+
+    async def _count_in_turns(self) -> None:
+        for at in range(0, len(self.choices), IN_ONE_TURN):
+            await self._service.pace.turn()
+            self._count(self.choices[at : at + IN_ONE_TURN])
+
+    def _count(self, choices: list[ServedChoice]) -> None:
+        for choice in choices:
             self._metrics.on_finish(
                 choice.finish_reason or "abort",
                 choice.stamps,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 
 import httptools
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from headway.server.errors import ApiError
 
@@ -21,6 +24,17 @@ def request_id(given: bytes) -> str:
     """A request's id: the one that the client gives, or a new one where that is none to repeat."""
     text = given.decode("latin-1")
     return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else uuid.uuid4().hex
+
+
+def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: bool = False) -> bytes:
+    """An answer as it is sent.
+
+    Args:
+        headers: of every answer.
+        is_head: it is without its body.
+    """
+    lines = (b"%b: %b\r\n" % header for header in (*headers, *answer.raw_headers))
+    return b"%b%b\r\n%b" % (STATUS_LINE[answer.status_code], b"".join(lines), b"" if is_head else bytes(answer.body))
 
 
 def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> None:

@@ -24,26 +24,20 @@ from headway.engine.messages import Ready
 from headway.server.app import create_app
 from headway.server.connection import Connection
 from headway.server.encoder import share_cores
-from headway.server.errors import ApiError
-from headway.server.http_head import malformed
+from headway.server.entrance import Entrance
 from headway.server.last_signal import kill_at_the_next
 from headway.server.listening import Certificate, StartupError
-from headway.server.pacing import Pace
+from headway.server.probes import Probes
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
-# Connections accepted in one turn of the event loop; each takes about a tenth of a millisecond.
-ACCEPTED_PER_TURN = 8
-# Seconds until a server without free file descriptors tries again.
-ACCEPT_AGAIN_S = 0.5
 DATED_EVERY_S = 1.0
-TLS_HANDSHAKE = b"\x16"
-# How long a client of HTTPS may take to say goodbye, too.
-GOODBYE_S = 1.0
 # After a second signal: how long the event loop may be busy with something else, and how long the end may take then.
 LOOP_ANSWERS_S, ENDED_S = 1.0, 10.0
+# After it, answers have this long to end with an error.
+CUT_AFTER_S = 0.5
 logger = logging.getLogger("headway.server")
 
 
@@ -51,18 +45,6 @@ def _url(listener: socket.socket, is_tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http{'s' * is_tls}://{host}:{port}"
-
-
-async def _readable(connection: socket.socket, timeout_s: float) -> None:
-    """Wait for a connection's first byte, or its end. Raises TimeoutError."""
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
-    try:
-        async with asyncio.timeout(timeout_s):
-            await readable
-    finally:
-        loop.remove_reader(connection)
 
 
 def _log_config(level: str) -> dict[str, Any]:
@@ -82,10 +64,11 @@ class Server(uvicorn.Server):
         self._service: Service = app.state.service
         self._certificate = certificate
         self._is_watched = certificate is not None and settings.enable_ssl_refresh
-        self._read_timeout_s = settings.request_read_timeout
-        self._handshakes = Pace()
         self._signals = 0
-        connection = partial(Connection, read_timeout_s=settings.request_read_timeout, pace=self._service.reads)
+        probes = Probes(self._service.check_ready, lambda: self.server_state.default_headers)
+        connection = partial(
+            Connection, read_timeout_s=settings.request_read_timeout, pace=self._service.reads, probes=probes
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -96,6 +79,15 @@ class Server(uvicorn.Server):
                 server_header=False,
                 timeout_graceful_shutdown=5,
             )
+        )
+        self._entrance = Entrance(
+            lambda came_ns, refusal: connection(
+                self.config, self.server_state, self.lifespan.state, came_ns=came_ns, refusal=refusal
+            ),
+            probes,
+            settings.request_read_timeout,
+            certificate,
+            self._service.background,
         )
         self._drain_timeout_s = settings.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,14 +104,10 @@ class Server(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED_SIGNALS:
                 kill_at_the_next(number)
-        for listener in sockets or []:
-            listener.setblocking(False)
-            self._listen(listener)
+        self._entrance.open(sockets or [])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in sockets or []:
-            asyncio.get_running_loop().remove_reader(listener)
-            listener.close()
+        self._entrance.close()
         await super().shutdown([])
 
     async def main_loop(self) -> None:
@@ -142,61 +130,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self._ending.set()
 
-    def _listen(self, listener: socket.socket) -> None:
-        if listener.fileno() != -1:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Accept a few of the waiting connections; uvicorn would accept a whole crowd in one turn of the loop."""
-        loop = asyncio.get_running_loop()
-        for _ in range(ACCEPTED_PER_TURN):
-            try:
-                connection, _address = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                logger.error("cannot accept a connection: %s", error)
-                loop.remove_reader(listener)
-                loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
-                return
-            connection.setblocking(False)
-            serve = self._serve_connection if self._certificate is None else self._serve_tls
-            self._service.background(serve(connection))
-
-    async def _serve_connection(self, connection: socket.socket, refusal: ApiError | None = None) -> None:
-        make = partial(self._connection, refusal)
-        with contextlib.suppress(OSError):  # the client has gone already
-            await asyncio.get_running_loop().connect_accepted_socket(make, connection)
-
-    async def _serve_tls(self, connection: socket.socket) -> None:
-        """A handshake takes about a millisecond, so a crowd of them waits for its turns."""
-        assert self._certificate is not None
-        try:
-            await _readable(connection, self._read_timeout_s)
-            first = connection.recv(1, socket.MSG_PEEK)
-            await self._handshakes.turn()
-        except BaseException as error:  # the client has gone or says nothing, or the server ends
-            connection.close()
-            if not isinstance(error, OSError):
-                raise
-            return
-        if first and first != TLS_HANDSHAKE:
-            return await self._serve_connection(connection, malformed("this port speaks HTTPS, not HTTP"))
-        with contextlib.suppress(OSError):  # what is wrong the client has been told
-            await asyncio.get_running_loop().connect_accepted_socket(
-                partial(self._connection, None),
-                connection,
-                ssl=self._certificate.context,
-                ssl_handshake_timeout=self._read_timeout_s,
-                ssl_shutdown_timeout=GOODBYE_S,
-            )
-
-    def _connection(self, refusal: ApiError | None) -> asyncio.Protocol:
-        protocol = self.config.http_protocol_class
-        return protocol(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, refusal=refusal
-        )
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at once at the second, whatever the process is busy with."""
         assert self._loop is not None
@@ -213,8 +146,13 @@ class Server(uvicorn.Server):
             if self._signals > 1:
                 signal.setitimer(signal.ITIMER_REAL, ENDED_S)
             self._service.end_drain()
+            asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut)
             return
         self._draining = asyncio.create_task(self._drain())
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     async def _drain(self) -> None:
         logger.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +16,7 @@ from headway.policy.sampling_params import (
 )
 from headway.policy.service_class import ServiceClass
 from headway.server.errors import bad_request
-from headway.server.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
+from headway.server.schemas import LEAST, MOST, ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.text.tokenizer import TextError
 
 COMPLETION_MAX_TOKENS = 16
@@ -120,7 +121,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
+def check_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Raise ApiError 400, naming the first id that is not in the vocabulary."""
     if not token_ids:
         return
@@ -131,7 +132,7 @@ def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
     if lowest >= 0 and highest < vocab_size:
         return
     position, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-    shown = str(wrong) if abs(wrong) < 2**63 else "a huge number"
+    shown = str(wrong) if LEAST < wrong < MOST else "a huge number"
     raise bad_request(
         f"{field} has {shown} at position {position}; the vocabulary has the ids 0 to {vocab_size - 1}", field
     )

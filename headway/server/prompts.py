@@ -19,7 +19,7 @@ from headway.server.schemas import ChatFields, Message, RequestBody
 from headway.server.service import Service
 from headway.text.chat_template import ChatTemplate, advice
 from headway.text.plain_template import NotPlain
-from headway.text.process import MOST_CHARS
+from headway.text.process import MOST_CHARS, MOST_CUT
 from headway.text.tokenizer import TextError, Tokenizer
 
 MAX_PROMPTS = 1024
@@ -59,7 +59,7 @@ async def completion_prompts(
     else:
         for token_ids in prompts:
             check_ids(token_ids, service.tokenizer.vocab_size, field)
-        encoded = [TokenizedPrompt(token_ids) for token_ids in prompts]
+        encoded = [TokenizedPrompt(list(token_ids)) for token_ids in prompts]
     for position, prompt in enumerate(encoded):
         if not prompt.token_ids:
             which = field if len(encoded) == 1 else f"{field} {position}"
@@ -70,9 +70,10 @@ async def completion_prompts(
 def most_chars(service: Service, is_cut: bool = False) -> int:
     """Characters that no prompt exceeds which fits the context. With `is_cut`, it need not fit."""
     longest = service.tokenizer.longest_token
-    if is_cut or longest is None:
+    if longest is None:
         return MOST_CHARS
-    return min(MOST_CHARS, longest * service.check_ready().max_model_len)
+    of_context = longest * service.check_ready().max_model_len
+    return min(MOST_CHARS, max(of_context, MOST_CUT) if is_cut else of_context)
 
 
 async def prompt_ids(
@@ -83,10 +84,12 @@ async def prompt_ids(
     for text in texts:
         if len(text) > room:
             raise bad_request(
-                f"the prompt has {len(text)} characters; the model's context is {limit} tokens, which is less than "
-                f"{room} characters",
+                f"the prompt has {len(text)} characters; the model's context is {limit} tokens, and at most {room} "
+                "characters are tokenized",
                 field,
             )
+        if is_cut and len(text) > MOST_CUT // 4 and len(text.encode()) > room:
+            raise bad_request(f"the prompt has {len(text.encode())} bytes; at most {room} are tokenized", field)
     try:
         return await service.encoder.encode_all(texts, add_special_tokens, salt, 2**31 if is_cut else limit)
     except TooManyTokens as error:

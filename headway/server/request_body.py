@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar, get_args
@@ -173,7 +173,7 @@ def _is_ids(text: bytes) -> bool:
     return text.startswith(b"[") and not text.translate(None, b"0123456789-,[] \t\r\n")
 
 
-def _ids_in(name: str, raw: bytes) -> list[Any]:
+def _ids_in(name: str, raw: bytes) -> Sequence[Any]:
     """The ids of a list, or of a list of such lists. Raises ApiError 400."""
     lists = raw.count(b"[")
     if lists == 1:
@@ -201,7 +201,7 @@ def _flat_ids(name: str, raw: bytes) -> TokenIds:
 
 def _kind(value: Any) -> str:
     names = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return "array" if isinstance(value, list) else names.get(type(value), "object")
+    return "array" if isinstance(value, (list, TokenIds)) else names.get(type(value), "object")
 
 
 # --- what is in it ----------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict, TokenIds)):
         return f"a JSON {_kind(value)}"
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN_CHARS else value[:SHOWN_CHARS] + "...")

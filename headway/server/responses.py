@@ -240,14 +240,16 @@ _EVENT = {
 EVENT_STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
 
 
-def query(name: str, **schema: Any) -> dict[str, Any]:
+def query(name: str, description: str, **schema: Any) -> dict[str, Any]:
     """A parameter of a route, behind its path."""
-    return {"name": name, "in": "query", "schema": {"type": "string", **schema}}
+    return {"name": name, "in": "query", "description": description, "schema": {"type": "string", **schema}}
 
 
 def in_path(name: str) -> dict[str, Any]:
     """A parameter within the path of a route."""
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    said = f"The id of the {name.removesuffix('_id')}."
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "description": said, "schema": schema}
 
 
 def add_route(

@@ -28,7 +28,9 @@ from headway.server.connection import ARRIVED
 from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
 from headway.server.metrics import CONTENT_TYPE
+from headway.server.pacing import Shared
 from headway.server.parameters import check_ids, fitted_params, sampling_params
+from headway.server.probes import health
 from headway.server.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.request_body import check_body, query_number
 from headway.server.schemas import (
@@ -38,6 +40,7 @@ from headway.server.schemas import (
     EmbeddingBody,
     RerankBody,
     ScoreBody,
+    TokenIds,
     TokenizeChat,
     TokenizeText,
 )
@@ -48,6 +51,8 @@ BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, Tokeni
 # Of /tokenize: as many are written at once as take less than a millisecond.
 TOKENS_BETWEEN_PAUSES, PAUSE_S = 1024, 2e-5
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
+# It takes some 10 ms to write the metrics.
+EXPOSITION_EVERY_S = 0.1
 # Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
 # Of an id of 32 digits, as many as tell requests apart in a line for people.
@@ -75,6 +80,8 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        exposition = partial(service.metrics.exposition, bool(service.settings.metrics_keys))
+        self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
 
     def add_to(self, app: FastAPI) -> None:
         add, of_generation, body = partial(responses.add_route, app), responses.EVENT_STREAM, responses.json_body
@@ -94,8 +101,10 @@ class Routes:
         add("GET", "/", self.root, {}, {}, in_schema=False)
         add("GET", "/version", self.version, responses.Version, {})
         add("GET", "/load", self.load, responses.Load, responses.errors(401))
-        steps = responses.query("steps", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50)
-        form = responses.query("format", enum=["json", "text"], default="json")
+        steps = responses.query(
+            "steps", "How many of the last steps.", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50
+        )
+        form = responses.query("format", "JSON, or a line for each step.", enum=["json", "text"], default="json")
         plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
         failures = responses.errors(400, 401, 503)
         told = {"model": responses.Schedule, **plain}
@@ -254,8 +263,16 @@ class Routes:
         service.check_model(body.model)
         service.check_ready()
         check_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
-        text = await service.text_work.run(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
-        return _json({"prompt": text})
+        tokens, tokenizer = body.tokens, service.tokenizer
+
+        def decode() -> str:
+            if isinstance(tokens, TokenIds):
+                return service.text_process.decode(tokenizer.folder, tokens.tobytes(), False)
+            return tokenizer.decode(tokens, False)
+
+        work = service.process_work if isinstance(tokens, TokenIds) else service.text_work
+        encoded = await work.run(len(tokens), lambda: msgspec.json.encode({"prompt": decode()}))
+        return Response(encoded, media_type="application/json")
 
     # --- status -------------------------------------------------------------------------------------
 
@@ -285,8 +302,7 @@ class Routes:
         return _json(self._card(name))
 
     async def health(self) -> Response:
-        self._service.check_ready()
-        return _json({"status": "ready"})
+        return health(self._service.check_ready)
 
     async def version(self) -> Response:
         return _json({"version": __version__})
@@ -313,5 +329,4 @@ class Routes:
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def metrics(self) -> Response:
-        exposition = self._service.metrics.exposition(bool(self._service.settings.metrics_keys))
-        return Response(exposition, media_type=CONTENT_TYPE)
+        return Response(await self._exposition.get(), media_type=CONTENT_TYPE)

@@ -162,7 +162,7 @@ class ServerSettings:
     root: str = ""
     metrics_prefix: Annotated[str, _flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
     log_level: Annotated[
-        str, _flag("Log level; info logs each request.", choices=("debug", "info", "warning", "error"))
+        str, _flag("Log level; info logs each request but plain probes.", choices=("debug", "info", "warning", "error"))
     ] = "info"
 
     @property

@@ -32,6 +32,10 @@ RENDER_S, ENCODE_S = 5.0, 60.0
 RENDER_BYTES, ENCODE_BYTES = 2**29, 2**31
 # The limit of a text that no context bounds.
 MOST_CHARS = 2**24
+# Of a text that is cut to the context, or only tokenized; in UTF-8, also its bytes. It takes up to 0.6 GB meanwhile.
+MOST_CUT = 2**22
+# Ids become Python's with the interpreter's lock held.
+IDS_BETWEEN_PAUSES, PAUSE_S = 2**16, 2e-5
 NICENESS = 10
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
 _LENGTH = 8
@@ -54,6 +58,14 @@ class Encode(msgspec.Struct, tag=True):
     texts: list[str]
     add_special_tokens: bool
     most: int
+
+
+class Decode(msgspec.Struct, tag=True):
+    """The arguments of Tokenizer.decode(); `folder` has the tokenizer, and `ids` 8 bytes for each."""
+
+    folder: str
+    ids: bytes
+    skip_special_tokens: bool
 
 
 class _Answer(msgspec.Struct):
@@ -100,7 +112,12 @@ class TextProcess:
         """
         asked = Encode(str(folder), texts, add_special_tokens, most)
         found = self._done(asked, ENCODE_S, "the tokenizer", "this text").ids
-        return [each if isinstance(each, int) else array("i", each).tolist() for each in found]
+        return [each if isinstance(each, int) else _listed(each) for each in found]
+
+    def decode(self, folder: Path, ids: bytes, skip_special_tokens: bool) -> str:
+        """As Tokenizer.decode(), of ids of 8 bytes each. Raises TooLong: it took too long, or too much memory."""
+        asked = Decode(str(folder), ids, skip_special_tokens)
+        return self._done(asked, ENCODE_S, "the tokenizer", "these tokens").text
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -108,7 +125,7 @@ class TextProcess:
         if self._process is not None:
             self._process.kill()
 
-    def _done(self, task: Render | Encode, seconds: float, who: str, what: str) -> _Answer:
+    def _done(self, task: Render | Encode | Decode, seconds: float, who: str, what: str) -> _Answer:
         message = msgspec.msgpack.encode(task)
         with self._lock:
             if self._closed:
@@ -130,7 +147,8 @@ class TextProcess:
             self._start()
         assert self._socket is not None
         self._socket.settimeout(seconds)
-        self._socket.sendall(len(message).to_bytes(_LENGTH) + message)
+        for part in (len(message).to_bytes(_LENGTH), message):  # not joined: it may be large
+            self._socket.sendall(part)
         return msgspec.msgpack.decode(_received(self._socket, time.monotonic() + seconds), type=_Answer)
 
     def _start(self) -> None:
@@ -155,6 +173,15 @@ class TextProcess:
         self._process = self._socket = None
 
 
+def _listed(ids: bytes) -> list[int]:
+    """Ids of 4 bytes each, with pauses for other threads."""
+    found, given = list[int](), memoryview(ids).cast("i")
+    for at in range(0, len(given), IDS_BETWEEN_PAUSES):
+        found += given[at : at + IDS_BETWEEN_PAUSES].tolist()
+        time.sleep(PAUSE_S)
+    return found
+
+
 def _received(connection: socket.socket, deadline: float) -> bytearray:
     """The next message. Raises OSError where there will be none, as TimeoutError where it is not there in time."""
     received = bytearray()
@@ -176,9 +203,11 @@ class _Worker:
         self._template: ChatTemplate | None = None
         self._tokenizer: Tokenizer | None = None
 
-    def do(self, task: Render | Encode) -> _Answer:
+    def do(self, task: Render | Encode | Decode) -> _Answer:
         try:
-            return self._render(task) if isinstance(task, Render) else self._encode(task)
+            if isinstance(task, Render):
+                return self._render(task)
+            return self._encode(task) if isinstance(task, Encode) else self._decode(task)
         except TextError as error:
             return _Answer(refusal=str(error)[:2000])
 
@@ -193,12 +222,19 @@ class _Worker:
         return _Answer(text=text)
 
     def _encode(self, task: Encode) -> _Answer:
-        if self._tokenizer is None or self._tokenizer.folder != Path(task.folder):
-            self._tokenizer = Tokenizer.load(task.folder)
         found = list[bytes | int]()
-        for ids in self._tokenizer.encode_all(task.texts, task.add_special_tokens):
+        for ids in self._of(task.folder).encode_all(task.texts, task.add_special_tokens):
             found.append(len(ids) if len(ids) > task.most else array("i", ids).tobytes())
         return _Answer(ids=found)
+
+    def _decode(self, task: Decode) -> _Answer:
+        ids = array("q", task.ids).tolist()
+        return _Answer(text=self._of(task.folder).decode(ids, task.skip_special_tokens))
+
+    def _of(self, folder: str) -> Tokenizer:
+        if self._tokenizer is None or self._tokenizer.folder != Path(folder):
+            self._tokenizer = Tokenizer.load(folder)
+        return self._tokenizer
 
 
 def _limit_memory(more: int) -> None:
@@ -219,7 +255,7 @@ def main(descriptor: int, parent: int) -> None:
         connection.sendall(b"1")
         while os.getppid() == parent:
             message = _received(connection, time.monotonic() + 10**6)
-            task = msgspec.msgpack.decode(message, type=Render | Encode)
+            task = msgspec.msgpack.decode(message, type=Render | Encode | Decode)
             if sys.platform == "linux":
                 _limit_memory(RENDER_BYTES if isinstance(task, Render) else ENCODE_BYTES)
             answer = msgspec.msgpack.encode(worker.do(task))

@@ -97,6 +97,17 @@ def test_wrong_type(server: LiveServer, name: str, value: Any) -> None:
     assert answer.json()["error"]["param"].startswith(name)
 
 
+def test_temperatures_above_openai_s_2_are_taken_and_the_error_names_the_limit(
+    server: LiveServer, engine: FakeEngine
+) -> None:
+    for taken in (0, 2, 2.5, 100):
+        assert server.post("/v1/completions", prompt="x", temperature=taken, max_tokens=1).status_code == 200
+    assert [request.params.temperature for request in engine.requests[-4:]] == [0, 2, 2.5, 100]
+    refused = server.post("/v1/completions", prompt="x", temperature=100.5).json()["error"]
+    assert refused["param"] == "temperature"
+    assert refused["message"] == "temperature is 100.5; it must be between 0 and 100"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

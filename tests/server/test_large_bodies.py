@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from headway.server import request_body
+from headway.server import prompts, request_body
 from headway.server.errors import ApiError, bad_request
 from headway.server.request_body import MAX_VALUES, PIECE_BYTES, SMALL_BYTES, BodyReader, check_body
 from headway.server.schemas import ChatBody, CompletionBody, TokenIds
@@ -109,7 +109,11 @@ def test_an_error_is_short_whatever_it_repeats() -> None:
 def test_a_large_body_means_what_it_says(body: dict[str, Any], indent: int | None) -> None:
     raw = bytearray(json.dumps(body, indent=indent).encode())
     found = request_body._object_in(raw)
-    assert found == body
+
+    def listed(value: Any) -> Any:
+        return list(map(listed, value)) if isinstance(value, (list, TokenIds)) else value
+
+    assert {name: listed(value) for name, value in found.items()} == body
     for name in ("prompt", "tokens"):
         if isinstance(found.get(name), TokenIds):
             assert (found[name].lowest, found[name].highest) == (min(0, min(body[name])), max(body[name]))
@@ -138,6 +142,39 @@ def test_long_lists_of_ids_reach_the_engine(
         assert f"the prompt has {len(ids)} tokens" in message
     refused = server.post("/v1/completions", prompt=[*ids, 10**6]).json()["error"]["message"]
     assert f"1000000 at position {len(ids)}" in refused
+
+
+def test_many_ids_are_decoded_in_another_process(
+    server: LiveServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = list[str]()
+    decode = process.TextProcess.decode
+
+    def noted(self: process.TextProcess, *asked: Any) -> str:
+        decoded.append(decode(self, *asked))
+        return decoded[-1]
+
+    monkeypatch.setattr(process.TextProcess, "decode", noted)
+    few, many = [5, 7] * 100, [5, 7] * MAX_VALUES
+    assert server.post("/detokenize", tokens=few).json()["prompt"] == tokenizer.decode(few, False)
+    assert not decoded
+    assert server.post("/detokenize", tokens=many).json()["prompt"] == decoded[0] == tokenizer.decode(many, False)
+    for wrong, shown in ((10**6, "1000000"), (-1, "-1"), (10**30, "a huge number"), (-(10**30), "a huge number")):
+        refused = server.post("/detokenize", tokens=[*many, wrong, 5]).json()["error"]["message"]
+        assert f"tokens has {shown} at position {len(many)}" in refused
+
+
+def test_a_text_that_is_only_tokenized_has_a_limit_of_its_own(
+    server: LiveServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_CUT", 20_000)
+    assert server.post("/tokenize", prompt="x" * 20_000).status_code == 200
+    assert server.post("/tokenize", prompt="é" * 10_000).status_code == 200
+    for text in ("x" * 20_001, "é" * 10_001):
+        for path in ("/tokenize", "/v1/completions"):
+            cut = {} if path == "/tokenize" else {"truncate_prompt_tokens": 5}
+            answer = server.post(path, prompt=text, **cut)
+            assert answer.status_code == 400 and "20000" in answer.json()["error"]["message"]
 
 
 def test_large_bodies_share_a_bound(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,9 +293,28 @@ def test_half_a_request_is_refused_when_the_server_ends(start: StartProcess) -> 
         answer = b""
         while part := connection.recv(4096):
             answer += part
-    assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
-    code, errors = process.end()
+        assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
+        told = time.monotonic()
+        code, errors = process.end()  # though the client stays
+        assert time.monotonic() - told < 3
     assert code == 0 and "Traceback" not in errors
+
+
+def test_a_second_signal_ends_requests_that_do_not_end(start: StartProcess) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+    process = start("--shutdown-timeout", "60", "--chat-template", loop).until_ready()
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    with socket.create_connection(("127.0.0.1", process.port), timeout=20) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        until_busy(process, 1)
+        process.popen.terminate()
+        eventually(lambda: process.answers() == 503)
+        began = time.monotonic()
+        process.popen.terminate()
+        code, errors = process.end()
+    assert code == 0 and "Traceback" not in errors
+    assert time.monotonic() - began < 4, "the template may take 5 s"
 
 
 def test_a_second_signal_ends_a_process_that_is_too_busy_for_the_first() -> None:

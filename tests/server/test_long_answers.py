@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from headway.engine.messages import AddRequest
 from headway.server import answers
 from headway.server.answers import TOKENS_BETWEEN_PAUSES, Answer, written
+from headway.server.choices import ServedChoice
+from headway.server.generation import IN_ONE_TURN, Generation
 from headway.server.text_work import THREADS
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
@@ -118,3 +121,28 @@ def test_what_is_written_by_parts_is_the_same_and_lets_others_run(monkeypatch: p
     entries = [None, *({"a": i, "b": ["é", -0.5]} for i in range(3 * TOKENS_BETWEEN_PAUSES))]
     assert msgspec.json.encode(written(entries)) == msgspec.json.encode(entries)
     assert len(pauses) == 3
+
+
+def test_many_prompts_are_handed_over_and_counted_in_turns(
+    start_server: StartServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, handed, counted = start_server(max_num_queued_reqs=math.inf), list[int](), list[int]()
+    submit, count = FakeEngine.submit, Generation._count
+
+    def submitted(self: FakeEngine, requests: list[AddRequest], *others: Any) -> Any:
+        handed.append(len(requests))
+        return submit(self, requests, *others)
+
+    def noted(self: Generation, choices: list[ServedChoice]) -> None:
+        counted.append(len(choices))
+        count(self, choices)
+
+    monkeypatch.setattr(FakeEngine, "submit", submitted)
+    monkeypatch.setattr(Generation, "_count", noted)
+    answer = server.post("/v1/completions", prompt=["x"] * (2 * IN_ONE_TURN + 5), n=2, max_tokens=1).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(4 * IN_ONE_TURN + 10))
+    assert handed == [IN_ONE_TURN, IN_ONE_TURN, 5]
+    eventually(lambda: sum(counted) == len(answer["choices"]))
+    assert max(counted) == IN_ONE_TURN
+    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    assert (handed[-1], counted[-1]) == (1, 1)

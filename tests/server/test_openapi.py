@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import html
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from headway.server import app
+from headway.server.api_page import api_page
+from headway.tenant_file import Access
 from tests.server.live_server import LiveServer
 
 CHECKS = [
@@ -88,12 +94,35 @@ def test_events_of_a_stream_are_as_described(
     assert answer.status_code == 200 and answer.headers["content-type"][0].startswith("text/event-stream")
 
 
-def test_every_field_of_a_body_is_described(document: dict[str, Any]) -> None:
+def fields_of(schema: dict[str, Any], schemas: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All fields of an object, and those of objects within it."""
+    schema = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    for inner in (*schema.get("anyOf", ()), schema.get("items", {})):
+        if "type" in inner or "$ref" in inner:  # others only narrow a field
+            yield from fields_of(inner, schemas, path)
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}.{name}", field
+        yield from fields_of(field, schemas, f"{path}.{name}")
+
+
+def test_every_field_of_a_request_is_described(document: dict[str, Any]) -> None:
+    """By one sentence that is on the page too."""
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["required"] == ["prompt"]
-    assert body["additionalProperties"] is False
-    assert {"max_tokens", "stream_options", "include_timings", "cache_salt"} <= body["properties"].keys()
-    assert "StreamOptions" in document["components"]["schemas"]
+    assert body["required"] == ["prompt"] and body["additionalProperties"] is False
+    found = dict[str, str]()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            for each in operation.get("parameters", ()):
+                found[f"{path}?{each['name']}"] = each.get("description", "")
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                for name, field in fields_of(content["schema"], document["components"]["schemas"], path):
+                    found[name] = field.get("description", "")
+    expected = {"messages.content", "stream_options.include_usage", "top_logprobs", "response_format.type"}
+    assert {f"/v1/chat/completions.{name}" for name in expected} <= found.keys() and len(found) > 150
+    wrong = {name: text for name, text in found.items() if not re.fullmatch(r"[A-Z-][^\n]{5,118}[^.]\.", text)}
+    assert not wrong
+    page = html.unescape(api_page(document))
+    assert {text for name, text in found.items() if name.count(".") < 2 and text not in page} == set()
 
 
 def test_no_answer_is_fastapis_own_422(document: dict[str, Any]) -> None:
@@ -109,3 +138,22 @@ def test_docs_page_shows_every_route_and_fetches_nothing(server: LiveServer, doc
     assert "cache_salt" in page.text and "max_completion_tokens" in page.text
     assert "http://" not in page.text and "https://" not in page.text and "<script" not in page.text
     assert server.client.get("/redoc").status_code == 404
+
+
+def test_pages_are_written_once(start_server: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks; but with keys another time than without."""
+    written = list[int]()
+
+    def page(document: dict[str, Any]) -> str:
+        written.append(1)
+        return api_page(document)
+
+    monkeypatch.setattr(app, "api_page", page)
+    server = start_server()
+    with ThreadPoolExecutor(8) as clients:
+        pages = list(clients.map(lambda number: server.client.get(("/docs", "/openapi.json")[number % 2]), range(40)))
+    assert len(written) == 1 and {each.status_code for each in pages} == {200}
+    assert {each.content for each in pages[::2]} == {pages[0].content}
+    assert "security" not in pages[1].json()
+    server.service.keys = {b"digest": Access()}
+    assert server.client.get("/openapi.json").json()["security"] and len(written) == 2

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
-import threading
-from collections.abc import Callable
 
-import pytest
-
-from headway.server import lifecycle
-from headway.server.lifecycle import Server
-from headway.server.pacing import Pace
-from tests.server.live_server import LiveServer, eventually
+from headway.server.pacing import Pace, Shared
 
 
 async def test_a_crowd_takes_turns_and_the_loop_goes_on_between_them() -> None:
@@ -64,52 +55,18 @@ async def test_who_gives_up_takes_no_place_from_others() -> None:
     await asyncio.wait_for(pace.turn(), 1)
 
 
-def test_a_crowd_is_taken_up_a_few_connections_to_a_turn(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    accept = Server._accept
+async def test_what_is_shared_is_made_once_for_all_who_wait_and_not_all_the_time() -> None:
+    made: list[float] = []
 
-    def counted(self: Server, listener: socket.socket) -> None:
-        before = len(self._service._background)
-        accept(self, listener)
-        taken.append(len(self._service._background) - before)
+    def make() -> int:
+        made.append(asyncio.get_running_loop().time())
+        return len(made)
 
-    monkeypatch.setattr(Server, "_accept", counted)
-    listener = server._listener
-    busy, crowded = threading.Event(), threading.Event()
-
-    def listen_and_be_busy() -> None:
-        server.server._listen(listener)  # with the counting one
-        busy.set()
-        crowded.wait(10)
-
-    server.call(listen_and_be_busy)
-    assert busy.wait(10)
-    crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(60)]
-    crowded.set()
-    try:
-        eventually(lambda: sum(taken) >= 60)
-        assert max(taken) == lifecycle.ACCEPTED_PER_TURN
-        eventually(lambda: len(server.server.server_state.connections) >= 60)
-    finally:
-        for connection in crowd:
-            connection.close()
-    monkeypatch.undo()
-    server.call(lambda: server.server._listen(listener))
-
-
-def test_a_server_without_file_descriptors_tries_again(
-    start_server: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifecycle, "ACCEPT_AGAIN_S", 0.01)
-    server, refused = start_server(), []
-    accept = socket.socket.accept
-
-    def full(self: socket.socket) -> object:
-        if len(refused) < 3:
-            refused.append(1)
-            raise OSError(errno.EMFILE, "Too many open files")
-        return accept(self)
-
-    monkeypatch.setattr(socket.socket, "accept", full)
-    assert server.client.get("/version").status_code == 200
-    assert len(refused) == 3
+    shared = Shared(make, 0.05)
+    assert await asyncio.gather(*(shared.get() for _ in range(100))) == [1] * 100
+    first, second = await asyncio.gather(shared.get(), shared.get())
+    assert first == second == 2 and made[1] - made[0] >= 0.045
+    given_up = asyncio.create_task(shared.get())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert await shared.get() == 3, "who gives up takes it from nobody"

@@ -7,24 +7,27 @@ import json
 import shutil
 import socket
 import ssl
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from headway.server.entrance import HANDSHAKES_PER_TURN, Entrance
 from headway.server.listening import Certificate, StartupError
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually, settings
 from tests.server.test_connection import BODY, POST, Reader
+from tests.server.test_entrance import standing_still
 from tests.server.test_faults import LONG
 from tests.server.test_slow_requests import read_until
 
 StartServer = Callable[..., LiveServer]
 FILES = Path(__file__).parent / "certificates"
 AUTHORITY = FILES / "ca.pem"
+HELLO = b"\x16\x03\x01\x02\x00"  # the beginning of one
 
 
 def trusting(client: Path | None = None) -> ssl.SSLContext:
@@ -87,21 +90,33 @@ def test_connections_that_say_nothing_are_closed(start_server: StartServer) -> N
     assert name_of(server) == "server"
 
 
-def test_a_crowd_of_handshakes_waits_for_its_turns(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start_server(ssl_certfile=FILES / "server.pem")
-    turns, turn = [], server.server._handshakes.turn
+def test_a_crowd_of_handshakes_takes_turns_and_the_newest_need_not_wait_for_all(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, came = start_server(ssl_certfile=FILES / "server.pem"), list[int]()
+    serve, let_in, turns = Entrance._serve, Entrance._let_in, list[int]()
 
-    async def noted() -> None:
-        await turn()
-        turns.append(1)
+    def noted(self: Entrance, connection: socket.socket, *others: Any) -> Any:
+        came.append(connection.getpeername()[1])
+        return serve(self, connection, *others)
 
-    monkeypatch.setattr(server.server._handshakes, "turn", noted)
-    crowd = [threading.Thread(target=name_of, args=(server,)) for _ in range(20)]
-    for each in crowd:
-        each.start()
-    for each in crowd:
-        each.join(20)
-    assert len(turns) == 20
+    def counted(self: Entrance) -> None:
+        before = len(self._waiting)
+        let_in(self)
+        turns.append(before - len(self._waiting))
+
+    monkeypatch.setattr(Entrance, "_serve", noted)
+    monkeypatch.setattr(Entrance, "_let_in", counted)
+    with standing_still(server):
+        clients = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
+        for each in clients:
+            each.sendall(HELLO)
+    eventually(lambda: len(came) == 20)
+    ports = [each.getsockname()[1] for each in clients]
+    assert came[::2] == ports[:10] and came[1::2] == ports[:9:-1]
+    assert max(turns) == HANDSHAKES_PER_TURN
+    for each in clients:
+        each.close()
 
 
 @pytest.mark.parametrize("how", ["watching", "signal"])

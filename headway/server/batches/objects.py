@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from headway.server.schemas import Body
+from headway.server.schemas import Body, said
 
 T = TypeVar("T", bound=BaseModel)
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -121,16 +121,18 @@ class Page(BaseModel, Generic[T]):
 class ExpiresAfter(Body):
     """Seconds after a file was made that it is deleted."""
 
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=HOUR_S, le=KEPT_S)
+    anchor: Literal["created_at"] = said("From when seconds count.", ...)
+    seconds: int = said("Seconds after which the file is deleted, from an hour to 30 days.", ..., ge=HOUR_S, le=KEPT_S)
 
 
 class BatchBody(Body):
     """POST /v1/batches."""
 
-    input_file_id: str
-    endpoint: Literal[ENDPOINTS]  # type: ignore[valid-type]
-    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}[smhd]$")]
+    input_file_id: str = said("The file with the requests, one in a line.", ...)
+    endpoint: Literal[ENDPOINTS] = said("The route of every request.", ...)  # type: ignore[valid-type]
+    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}[smhd]$")] = said(
+        "The time after which what is left expires: a number and s, m, h or d.", ...
+    )
     metadata: (
         Annotated[
             dict[
@@ -140,8 +142,8 @@ class BatchBody(Body):
             Field(max_length=16),
         ]
         | None
-    ) = None
-    output_expires_after: ExpiresAfter | None = None
+    ) = said("Up to 16 keys of up to 64 characters, with texts of up to 512, which the batch repeats.")
+    output_expires_after: ExpiresAfter | None = said("How long the files of answers are kept; default for ever.")
 
     @property
     def window_s(self) -> int:

@@ -26,10 +26,19 @@ _OF_ONE = _COMMON | responses.errors(404)
 _UPLOAD = {
     "type": "object",
     "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string", "enum": ["batch"]},
-        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        "file": {"type": "string", "format": "binary", "description": "Requests, one in a line, as JSON."},
+        "purpose": {"type": "string", "enum": ["batch"], "description": "What the file is for."},
+        "expires_after[anchor]": {
+            "type": "string",
+            "enum": ["created_at"],
+            "description": "From when expires_after[seconds] counts.",
+        },
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": 3600,
+            "maximum": 2_592_000,
+            "description": "Seconds after which the file is deleted; default never.",
+        },
     },
     "required": ["file", "purpose"],
     "dependentRequired": {
@@ -88,8 +97,8 @@ class BatchRoutes:
         add("POST", "/v1/files", self.upload, FileObject, of_upload, {"requestBody": upload})
         listing = [
             *_paging(MOST_FILES_LISTED),
-            responses.query("order", enum=["asc", "desc"]),
-            responses.query("purpose"),
+            responses.query("order", "The oldest or the newest first; default the newest.", enum=["asc", "desc"]),
+            responses.query("purpose", "Only files of this purpose."),
         ]
         add("GET", "/v1/files", self.files, Page[FileObject], _COMMON, {"parameters": listing})
         one = {"parameters": [responses.in_path("file_id")]}
@@ -208,7 +217,10 @@ class BatchRoutes:
 
 
 def _paging(most: int) -> list[dict[str, Any]]:
-    return [responses.query("after"), responses.query("limit", type="integer", minimum=1, maximum=most)]
+    return [
+        responses.query("after", "The id of the last one of the part before."),
+        responses.query("limit", "How many are listed at most.", type="integer", minimum=1, maximum=most),
+    ]
 
 
 def _unknown_cursor(after: str | None) -> ApiError:
