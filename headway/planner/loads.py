@@ -17,11 +17,11 @@ from headway.simulator.serving import MOST_FOLLOWED, Served, closed_loop, open_l
 SEED = 0
 # From so many clients for each sequence that runs at once on, more of them only make the queue longer.
 CROWDED = 2
-# Prompts of a closed loop for each client, as load generators are run. Fewer are simulated where they take too long: of
-# those between the first and the last one each then stands for so many, and of many steps fewer yet.
-PROMPTS_A_CLIENT, STANDS_FOR = 10, (1, 2, 4, 8)
-# Decoded tokens that are followed one by one in about half a second, with steps of which each counts as so many.
-MOST_TOKENS, A_STEP = 500_000, 40
+# Prompts of a closed loop for each client, as load generators are run. Where these take longer to simulate than
+# LONGEST_S, fewer are followed, and those between the first and the last of a client stand for so many.
+PROMPTS_A_CLIENT, STANDS_FOR, LONGEST_S = 10, (1, 2, 4, 8), 0.5
+# About what it takes to simulate a step, a sequence that decodes in one that must be scheduled, and a step of a prompt.
+STEP_S, DECODE_S, PROMPT_S = 4e-5, 1e-6, 2e-4
 # Steps with prompts that are followed: some seconds, and far more than usual settings need.
 MOST_STEPS = 30_000
 # Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
@@ -141,7 +141,9 @@ def _of_clients(lanes: Lanes, clients: int) -> Outcome:
     """
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
-    stands_for = next((n for n in STANDS_FOR if _rounds(n) * _tokens_a_round(lanes, followed) <= MOST_TOKENS), 8)
+    stands_for = next(
+        (n for n in STANDS_FOR if _rounds(n) * _simulating_s(lanes, followed) <= LONGEST_S), STANDS_FOR[-1]
+    )
     prompts = followed * _rounds(stands_for)
     _check_steps(lanes, prompts)
     served = closed_loop(lanes.deployment, lanes.workload, followed, prompts, lanes.limits, stands_for=stands_for)
@@ -157,11 +159,13 @@ def _rounds(stands_for: int) -> int:
     return 2 + (PROMPTS_A_CLIENT - 2) // stands_for
 
 
-def _tokens_a_round(lanes: Lanes, clients: int) -> float:
-    """Decoded one by one, and steps for what each of them takes itself; where nothing changes steps are leapt over."""
-    together = min(clients, lanes.limits.sequences, MOST_FOLLOWED)
-    output = lanes.workload.output
-    return output * (A_STEP + together * min(1.0, 2.0 * together / output)) * clients / max(1, together)
+def _simulating_s(lanes: Lanes, clients: int) -> float:
+    """About how long it takes to simulate a request of each client; steps in which nobody comes or goes are quick."""
+    clients = min(clients, MOST_FOLLOWED)
+    together, output = min(clients, lanes.limits.sequences), lanes.workload.output
+    scheduled = min(1.0, 2.0 * together / output)
+    decoding_s = output * clients / together * (STEP_S + together * scheduled * DECODE_S)
+    return decoding_s + clients * max(1.0, _prompt_steps(lanes)) * PROMPT_S
 
 
 def _later(served: Served, seconds: float) -> Served:

@@ -1,4 +1,4 @@
-"""`headway plan` simulates a server without memory or a prefix cache; `headway simulate` has both, and says the same."""
+"""`headway plan` simulates a server without blocks or a prefix cache; `headway simulate` has both, and agrees."""
 
 from __future__ import annotations
 
