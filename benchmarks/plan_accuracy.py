@@ -254,14 +254,14 @@ def by_engine(compared: Sequence[Compared]) -> list[dict[str, Any]]:
         model = "MoE" if find_model(row.model).shape.experts else "dense"
         metric = "TTFT" if each.metric == "ttft_ms" else "TPOT"
         for engine in (ENGINES.get(row.engine, "other"), "all"):
-            found.setdefault((row.source.use, engine, model, metric), []).append(each.as_time)
+            found.setdefault((row.source.use, engine, model, metric), []).append(each)
     return [
         {
             "use": use,
             "engine": engine,
             "model": model,
             "metric": metric,
-            **summary(group),
+            **summary([each.as_time for each in group]),
             "inside_80_percent_bar": inside(group),
         }
         for (use, engine, model, metric), group in sorted(found.items())
