@@ -33,8 +33,10 @@ from benchmarks.published.fit import (
 from benchmarks.published.predict import EfficiencyOf, planned_ttft_ms
 from benchmarks.published.rows import Row, rows
 from headway.cost import catalogue
-from headway.cost.catalogue import find_hardware
+from headway.cost.catalogue import find_hardware, find_model
+from headway.planner.estimates import published_bars
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
 OUTPUT = Path(__file__).parent / "results" / "plan_accuracy.json"
 
 # What is fitted, with what is believed before: libraries reach 60 to 80 % of the dense peak in products and 80 to 90 %
@@ -112,6 +114,7 @@ def main() -> None:
     if arguments.rows:
         print_rows(compared, console)
     print_sources(compared, console)
+    print_engines(compared, console)
     loops = under_load(table)
     for kind, found in loops.items():
         console.print(
@@ -232,13 +235,52 @@ def groups(compared: Sequence[Compared]) -> list[tuple[str, str, str, list[Compa
 
 
 def inside(compared: Sequence[Compared]) -> float:
-    """Share of the figures within the error bar of their prediction."""
+    """Share of the figures within the error bar that `headway plan` gives of such a load."""
     held = 0
     for each in compared:
-        metric = "ttft" if each.metric == "ttft_ms" else "tpot"
-        low, high = catalogue.uncertainty(find_hardware(each.row.hardware), metric)
+        bars, row = published_bars(find_hardware(each.row.hardware)), each.row
+        low, high = bars.of_ttft(row.load, row.load_value) if each.metric == "ttft_ms" else bars.tpot
         held += low <= math.exp(-each.as_time.log_ratio) <= high
     return held / len(compared)
+
+
+def by_engine(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Of what nothing is fitted to: errors and bars by engine and kind of model; TPOT is also that of rates."""
+    found: dict[tuple[str, str, str, str], list[Compared]] = {}
+    for each in compared:
+        row = each.row
+        if row.source.use == "fit":
+            continue
+        model = "MoE" if find_model(row.model).shape.experts else "dense"
+        metric = "TTFT" if each.metric == "ttft_ms" else "TPOT"
+        for engine in (ENGINES.get(row.engine, "other"), "all"):
+            found.setdefault((row.source.use, engine, model, metric), []).append(each)
+    return [
+        {
+            "use": use,
+            "engine": engine,
+            "model": model,
+            "metric": metric,
+            **summary([each.as_time for each in group]),
+            "inside_80_percent_bar": inside(group),
+        }
+        for (use, engine, model, metric), group in sorted(found.items())
+    ]
+
+
+def print_engines(compared: Sequence[Compared], console: Console) -> None:
+    """A line for each engine and kind of model, of figures that nothing is fitted to."""
+    shown = RichTable(
+        "use", "engine", "model", "figure", "n", "median |error|", "predicted/measured", "inside 80 % bar"
+    )
+    for each in by_engine(compared):
+        shown.add_row(
+            *(str(each[name]) for name in ("use", "engine", "model", "metric", "figures")),
+            f"{each['median_error']:.0%}",
+            f"{each['median_ratio']:.2f}",
+            f"{each['inside_80_percent_bar']:.0%}",
+        )
+    console.print(shown)
 
 
 def under_load(table: Sequence[Row]) -> dict[str, Any]:
@@ -264,6 +306,7 @@ def result(compared: Sequence[Compared]) -> dict[str, Any]:
             {"source": name, "use": use, "metric": metric, **summary(group), "inside_80_percent_bar": inside(group)}
             for name, use, metric, group in groups(compared)
         ],
+        "by_engine": by_engine(compared),
         "figures": [
             {
                 "source": each.row.source.key,

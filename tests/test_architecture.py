@@ -148,6 +148,7 @@ ROOMS = {
             "policy.kv_groups",
             "policy.sizing",
             "policy.step_budget",
+            "simulator.serving",
         },
         forbidden=NO_DEVICE | NO_SERVER,
     ),
@@ -324,11 +325,11 @@ def test_permitted_import_is_let_through(room: str, line: str) -> None:
 
 
 def test_the_planner_follows_a_load_in_one_place() -> None:
-    """So that what follows it, now a recursion over steps, can be exchanged there; values may be passed everywhere."""
-    values = {f"headway.cost.serving.{name}" for name in ("Limits", "Served", "RequestShape", "PERCENTILES")}
+    """The simulator is asked there; values may be passed everywhere."""
+    values = {f"headway.simulator.serving.{name}" for name in ("Served", "PERCENTILES")}
     paths = [path for path in (PACKAGE / "planner").glob("*.py") if path.name != "loads.py"]
     names = {name for path in paths for name in imported_names(path.read_text(), dotted(path))}
-    assert {name for name in names if name.startswith("headway.cost.serving")} <= values
+    assert {name for name in names if name.startswith("headway.simulator")} <= values
 
 
 def light_modules() -> list[str]:

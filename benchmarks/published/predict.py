@@ -15,10 +15,10 @@ from headway.cost.hardware import Hardware
 from headway.cost.parallel import Parallelism
 from headway.cost.precision import Format, Precision
 from headway.cost.requests import Limits, RequestShape
-from headway.cost.serving import Served, benchmark, burst, open_loop
 from headway.cost.timing import Deployment
 from headway.planner.engines import find_profile
 from headway.planner.loads import PROMPTS_A_CLIENT
+from headway.simulator.serving import Served, closed_loop, open_loop
 
 EfficiencyOf = Callable[[Hardware, str], Efficiency]
 MOST_REQUESTS = 1000
@@ -83,7 +83,7 @@ def planned_ttft_ms(row: Row, efficiency_of: EfficiencyOf) -> float:
     found, clients = deployment(row, efficiency_of), int(row.load_value)
     load = RequestShape(row.prompt_tokens, row.output_tokens, 0, row.spread or PLAN_SPREAD)
     limits = find_profile(row.engine).limits(found.hardware)
-    served = benchmark(found, load, clients, PROMPTS_A_CLIENT * clients, limits)
+    served = closed_loop(found, load, clients, PROMPTS_A_CLIENT * clients, limits)
     return 1e3 * (served.ttft_p50_s if row.statistic == "median" else served.ttft_s)
 
 
@@ -101,12 +101,12 @@ def _limits(row: Row) -> Limits:
 def _serve(row: Row, found: Deployment, load: RequestShape, limits: Limits) -> Served:
     count = int(row.load_value)
     if row.load == "batch":
-        return burst(found, load, count, limits)
+        return open_loop(found, load, [0.0] * count, limits)
     if row.load == "burst":
-        return burst(found, load, row.num_prompts or count, limits)
+        return open_loop(found, load, [0.0] * (row.num_prompts or count), limits)
     if row.load == "concurrency":
         prompts = min(row.num_prompts or MOST_ROUNDS * count, MOST_ROUNDS * count)
-        return benchmark(found, load, count, prompts, limits, row.source.ramp_s)
+        return closed_loop(found, load, count, prompts, limits, row.source.ramp_s)
     requests = min(row.num_prompts or 500, MOST_REQUESTS)
     gaps = np.random.default_rng(0).exponential(1.0 / row.load_value, requests)
     return open_loop(found, load, np.cumsum(gaps).tolist(), limits)

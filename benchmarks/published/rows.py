@@ -18,7 +18,7 @@ class Source:
         protocol: how it was measured, as far as it says.
         family: sources of the same people and programs; error bars are taken from other families.
         max_num_batched_tokens, max_num_seqs: of its servers, where they were not the engine's defaults.
-        ahead: its servers scheduled steps while others ran, as `cost.serving.Limits` has it.
+        ahead: its servers scheduled steps while others ran, as `cost.requests.Limits` has it.
         ramp_s: over which the clients of a closed loop began, where they did not begin at once.
         use: "fit" where the efficiencies were fitted to it, "test" where it only judges them, "other" for programs at
             an early stage, which the model does not claim to describe.

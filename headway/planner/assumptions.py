@@ -124,8 +124,8 @@ def _of_load(plan: Plan) -> Iterator[str]:
         yield "Each data-parallel group has its own batch. Groups have equal loads and do not wait for each other."
     if (stages := plan.deployment.parallelism.pipeline) > 1:
         yield (
-            f"Each of the {stages} pipeline stages works on another batch, and all wait for the longest step: stages "
-            f"are idle {plan.bubble:.0%} of the time."
+            f"Each of the {stages} pipeline stages works on another batch, and batches queue for the slowest one: "
+            f"stages are idle {plan.bubble:.0%} of the time."
         )
 
 

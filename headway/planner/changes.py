@@ -177,7 +177,7 @@ def _parallel(base: Plan, which: str, times: int) -> Iterator[Change | tuple[str
         settings["tensor_parallel_size"] = base.deployment.parallelism.tensor
     where = "the same devices in fewer replicas" if same else f"{times} times the devices, {devices} in all"
     if which == "pipeline":
-        where += "; stages keep their order and wait for the longest step"
+        where += "; batches queue for the slowest stage"
     yield Change(f"{which[0].upper()}P {size}", "parallel", settings, where, combines=same)
 
 

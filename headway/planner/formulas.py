@@ -11,7 +11,7 @@ from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
 from headway.planner.step_formulas import added, of_cache, of_cache_saved, of_memory, of_ridge, of_step, of_weights
 
-RECURSION = "recursion over engine steps, cost/serving.py: Orca 2022, Sarathi-Serve 2024"
+SIMULATED = "simulated step by step, simulator/serving.py: Orca 2022, Sarathi-Serve 2024"
 
 
 def formulas(plan: Plan) -> Iterator[Formula]:
@@ -59,7 +59,7 @@ def _times(plan: Plan) -> Iterator[Formula]:
             _round(plan) if plan.load == "batch" else "",
             plan.tpot.value * 1e3,
             "ms",
-            "document 003, 3.2" if plan.load == "batch" else RECURSION,
+            "document 003, 3.2" if plan.load == "batch" else SIMULATED,
         )
     if plan.ttft is not None and plan.ttlt is not None:
         tpot = plan.tpot.value * 1e3 if plan.tpot else 0.0
@@ -78,7 +78,7 @@ def _times(plan: Plan) -> Iterator[Formula]:
         "",
         plan.saturation_rate,
         "requests/s",
-        RECURSION,
+        SIMULATED,
     )
     yield from _bars(plan)
 
@@ -101,7 +101,7 @@ def _tokens_per_s(plan: Plan) -> Formula:
         f"{plain(tokens_per_s / output)} * {output:,}",
         tokens_per_s,
         "tokens/s",
-        "document 003, section 1; the first factor: " + RECURSION,
+        "document 003, section 1; the first factor: " + SIMULATED,
     )
 
 
@@ -134,7 +134,7 @@ def _round(plan: Plan) -> str:
 
 def _ttft(plan: Plan, value_ms: float) -> Formula:
     if plan.load != "batch":
-        return Formula("TTFT", "mean over the requests of a lane, waiting included", "", value_ms, "ms", RECURSION)
+        return Formula("TTFT", "mean over the requests of a lane, waiting included", "", value_ms, "ms", SIMULATED)
     e, prompts = plan.deployment.efficiency, plan.lane_batch
     steps_ms = value_ms - intake_s(plan.deployment, plan.workload, prompts) * 1e3
     return Formula(

@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any
 
-from headway.cost.serving import PERCENTILES
 from headway.planner.answer import load_note
 from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.tables import part_work
+from headway.simulator.serving import PERCENTILES
 
 
 def to_json(plan: Plan) -> str:

@@ -9,24 +9,24 @@ from functools import cached_property
 import numpy as np
 
 from headway.cost.requests import Limits, RequestShape
-from headway.cost.serving import Served, benchmark, closed_loop, open_loop
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.planner.request import PlanError
 from headway.planner.steps import decode_step, prompt_steps, steps_s
+from headway.simulator.serving import MOST_FOLLOWED, Served, closed_loop, open_loop, saturated
 
 SEED = 0
 # From so many clients for each sequence that runs at once on, more of them only make the queue longer.
 CROWDED = 2
-# Prompts of a closed loop for each client, as load generators are run; fewer where they take too many steps.
-PROMPTS_A_CLIENT = 10
-# Requests of each client that are followed to saturation, the first of which is not counted; 2 of so many clients that
-# it takes long, which it does sooner where prompts are cut into small chunks.
-ROUNDS, MANY_CLIENTS, MANY_SMALL_STEPS = 4, 1024, 128
-# Steps with prompts that are followed: half a minute, and far more than usual settings need.
-MOST_STEPS = 100_000
+# Prompts of a closed loop for each client, as load generators are run. Where these take longer to simulate than
+# LONGEST_S, fewer are followed, and those between the first and the last of a client stand for so many.
+PROMPTS_A_CLIENT, STANDS_FOR, LONGEST_S = 10, (1, 2, 4, 8), 0.5
+# About what it takes to simulate a step, a sequence that decodes in one that must be scheduled, and a step of a prompt.
+STEP_S, DECODE_S, PROMPT_S = 4e-5, 1e-6, 2e-4
+# Steps with prompts that are followed: some seconds, and far more than usual settings need.
+MOST_STEPS = 30_000
 # Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
-# where a queue takes long to build up and to dissolve.
-LEAST_REQUESTS, MOST_REQUESTS = 400, 6000
+# where a queue takes long to build up and to dissolve; fewer for the ends of an error bar.
+LEAST_REQUESTS, OF_A_BAR, MOST_REQUESTS = 300, 150, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,10 @@ class Lanes:
     count: int
     limits: Limits
 
+    def at_rate(self, rate: float) -> Outcome:
+        """As `under`, with fewer requests: for the ends of an error bar."""
+        return _of_rate(self, rate, OF_A_BAR)
+
     def under(self, load: str, value: float) -> Outcome:
         """What clients see under a load; at a rate that is more than can be served, what `saturated` says.
 
@@ -87,7 +91,8 @@ class Lanes:
 
         There is no first token in time. Raises PlanError as `under` does.
         """
-        served = _closed_loop(self, CROWDED * self.limits.sequences)
+        _check_steps(self, 2 * self.limits.sequences)
+        served = saturated(self.deployment, self.workload, self.limits)
         return _steady(self, served, served.requests_per_s * self.count, None)
 
 
@@ -132,29 +137,40 @@ def _of_clients(lanes: Lanes, clients: int) -> Outcome:
     answered, and all of PROMPTS_A_CLIENT times so many prompts count.
 
     Of a crowd not all are followed: the others only make the queue longer, each by the time between two answers
-    (Little's law). A short run may by chance end a little more requests a second than a saturated one.
+    (Little's law).
     """
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
-    affordable = MOST_STEPS / (followed * _prompt_steps(lanes))
-    prompts = followed * max(2, min(PROMPTS_A_CLIENT, int(affordable)))
+    stands_for = next(
+        (n for n in STANDS_FOR if _rounds(n) * _simulating_s(lanes, followed) <= LONGEST_S), STANDS_FOR[-1]
+    )
+    prompts = followed * _rounds(stands_for)
     _check_steps(lanes, prompts)
-    served = benchmark(lanes.deployment, lanes.workload, followed, prompts, lanes.limits)
-    rate = min(served.requests_per_s, lanes.saturated.requests_per_s / lanes.count)
-    served = _later(served, (each - followed) / rate)
+    served = closed_loop(lanes.deployment, lanes.workload, followed, prompts, lanes.limits, stands_for=stands_for)
+    rate = served.requests_per_s
+    if each > followed:
+        rate = lanes.saturated.requests_per_s / lanes.count
+        served = _later(served, (each - followed) / rate)
     return _steady(lanes, served, rate * clients / each, served.ttft_s)
+
+
+def _rounds(stands_for: int) -> int:
+    """Of prompts, in which those between the first and the last stand for all of them."""
+    return 2 + (PROMPTS_A_CLIENT - 2) // stands_for
+
+
+def _simulating_s(lanes: Lanes, clients: int) -> float:
+    """About how long it takes to simulate a request of each client; steps in which nobody comes or goes are quick."""
+    clients = min(clients, MOST_FOLLOWED)
+    together, output = min(clients, lanes.limits.sequences), lanes.workload.output
+    scheduled = min(1.0, 2.0 * together / output)
+    decoding_s = output * clients / together * (STEP_S + together * scheduled * DECODE_S)
+    return decoding_s + clients * max(1.0, _prompt_steps(lanes)) * PROMPT_S
 
 
 def _later(served: Served, seconds: float) -> Served:
     later = {name: value + seconds for name, value in asdict(served).items() if name.startswith(("ttft", "e2e"))}
     return replace(served, **later)
-
-
-def _closed_loop(lanes: Lanes, clients: int) -> Served:
-    many = MANY_CLIENTS if math.isinf(lanes.limits.prefill_stall_s) else MANY_SMALL_STEPS
-    rounds = ROUNDS if clients <= many else 2
-    _check_steps(lanes, rounds * clients)
-    return closed_loop(lanes.deployment, lanes.workload, clients, lanes.limits, rounds)
 
 
 def _prompt_steps(lanes: Lanes) -> float:
@@ -171,7 +187,7 @@ def _check_steps(lanes: Lanes, requests: int) -> None:
         )
 
 
-def _of_rate(lanes: Lanes, rate: float) -> Outcome:
+def _of_rate(lanes: Lanes, rate: float, least: int = LEAST_REQUESTS) -> Outcome:
     """Poisson arrivals, `rate` a second in all, which are spread over the lanes.
 
     At a rate that is no lower than what can be served the queue grows without end.
@@ -181,7 +197,7 @@ def _of_rate(lanes: Lanes, rate: float) -> Outcome:
         return most
     each = rate / lanes.count
     free = 1.0 - rate / most.requests_per_s
-    requests = min(MOST_REQUESTS, round(LEAST_REQUESTS / free))
+    requests = min(MOST_REQUESTS, round(least / free))
     _check_steps(lanes, requests)
     arrivals = np.cumsum(np.random.default_rng(SEED).exponential(1.0 / each, requests))
     served = open_loop(lanes.deployment, lanes.workload, arrivals.tolist(), lanes.limits, skip=requests // 4)

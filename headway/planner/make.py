@@ -166,7 +166,7 @@ def _estimates(lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outco
         return estimates.of_steady(outcome, lanes.workload, bars, bars.of_ttft(load, value))
 
     def at(factor: float) -> Outcome:
-        return lanes.under("rate", factor * outcome.requests_per_s)
+        return lanes.at_rate(factor * outcome.requests_per_s)
 
     saturation = lanes.saturated.requests_per_s
     return estimates.of_arrivals(outcome, lanes.workload, bars, value, saturation, None if brief else at)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from headway.cost.capacity import Capacity, Settings
 from headway.cost.loading import Loading
 from headway.cost.requests import Limits, RequestShape
-from headway.cost.serving import Served
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation, Work
 from headway.planner.engines import EngineProfile
 from headway.planner.request import PlanRequest
+from headway.simulator.serving import Served
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "block_size": scheduling.block_size,
     }
     per_output_ns = round(efficiency.output_s * 1e9)
-    host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns)
+    ahead = profile.limits(hardware).ahead
+    host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns, ahead=ahead)
     return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment)
 
 

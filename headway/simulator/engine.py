@@ -32,12 +32,14 @@ class Host:
         message_ns: for a message that the engine takes up between two steps.
         output_ns: for each sequence that runs when a request comes: the tokens of a step are sent one after the other,
             and requests are taken up in between.
+        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
     """
 
     request_ns: int = 0
     token_ns: float = 0.0
     message_ns: int = 0
     output_ns: int = 0
+    ahead: bool = False
 
 
 NextEngine = Callable[[], Scheduler]
@@ -66,6 +68,7 @@ class Engine(ABC):
         self._next_engine = next_engine
         self._back_ns = 0  # when it was there after one had died
         self._inbox: deque[tuple[Callable[[Present], None], Present]] = deque()
+        self._early = 0  # messages that were there when the last step began
         self._choices: dict[int, Choice] = {}  # choices that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
 
@@ -90,10 +93,11 @@ class Engine(ABC):
         """
         yield self.now
         while True:
-            if self._inbox:
+            if self._inbox and (count := self._early if self._waits_for_a_step else len(self._inbox)):
                 self._catch_up()
-                for do, present in taken_up(self._messages(), lambda: self.now):
+                for do, present in taken_up(self._messages(count), lambda: self.now):
                     do(present)
+            self._early = len(self._inbox)
             if self.scheduler.has_work:
                 if (yield from self._decode()):
                     continue
@@ -110,8 +114,13 @@ class Engine(ABC):
 
     # --- messages -----------------------------------------------------------------------------------
 
-    def _messages(self) -> Iterator[tuple[Callable[[Present], None], Present]]:
-        while self._inbox:
+    @property
+    def _waits_for_a_step(self) -> bool:
+        """The next step was scheduled when the last one began, with what had come until then."""
+        return self._host.ahead and (self._early > 0 or self.scheduler.has_work)
+
+    def _messages(self, count: int) -> Iterator[tuple[Callable[[Present], None], Present]]:
+        for _ in range(count):
             self.now += self._host.message_ns
             yield self._inbox.popleft()
 

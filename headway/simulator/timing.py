@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from headway.cost.attention import Chunk
-from headway.cost.timing import Deployment
+from headway.cost.attention import Chunk, append_alike
+from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan, work_of
@@ -60,9 +60,15 @@ class Predicted:
     Sequences that decode count as one chunk of their mean context, apart by the windows that they have filled: between
     two window sizes a decode's work is linear in its context. The mean is rounded to multiples of CONTEXT, so
     that most steps are alike to one before, and are not computed again.
+
+    Args:
+        cached: tokens that each sequence has before its own, in the prefix cache.
+        alike: sequences that each one stands for.
     """
 
     deployment: Deployment
+    cached: int = 0
+    alike: int = 1
     _windows: list[int] = field(init=False)
     _known: dict[tuple[Chunk, ...], tuple[int, int, int]] = field(init=False, default_factory=dict)
 
@@ -76,9 +82,9 @@ class Predicted:
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
-            return self._times(tuple(self._decodes(contexts())), now)
+            return self._times(tuple(self._decodes([each + self.cached for each in contexts()])), now)
         count = work.decode_tokens
-        return self._times((_decodes_of(count, work.decode_context - count),), now)
+        return self._times((_decodes_of(count, work.decode_context + count * (self.cached - 1)),), now)
 
     def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         parts = self._known.get(chunks)
@@ -89,21 +95,25 @@ class Predicted:
         host_ns, forward_ns, sampling_ns = parts
         return StepTimes(now + host_ns, now + host_ns + forward_ns, now + host_ns + forward_ns + sampling_ns)
 
+    def _step(self, chunks: tuple[Chunk, ...]) -> TimeBreakdown:
+        return self.deployment.step([replace(each, sequences=self.alike * each.sequences) for each in chunks])
+
     def _parts(self, chunks: tuple[Chunk, ...]) -> tuple[int, int, int]:
         """Nanoseconds of the host, of the forward pass, and of sampling."""
-        step = self.deployment.step(chunks)
+        step = self._step(chunks)
         sampling_s = sum([part.seconds for part in step.parts if part.name == Operation.SAMPLING])
         return round(step.host_s * 1e9), round((step.device_s - sampling_s) * 1e9), round(sampling_s * 1e9)
 
     def chunks(self, scheduled: list[ScheduledSequence]) -> list[Chunk]:
         """The work of a step as the cost model takes it."""
-        contexts = [item.start for item in scheduled if item.decoding and item.samples == 1]
+        cached = self.cached
+        contexts = [item.start + cached for item in scheduled if item.decoding and item.samples == 1]
         chunks: list[Chunk] = []
         if len(contexts) < len(scheduled):
             for item in scheduled:
                 if not item.decoding or item.samples > 1:
                     rows = min(len(item.token_ids), item.samples + item.logit_rows)
-                    chunks.append(Chunk(len(item.token_ids), item.start, rows))
+                    append_alike(chunks, Chunk(len(item.token_ids), item.start + cached, rows))
         return self._decodes(contexts) + chunks
 
     def _decodes(self, contexts: list[int]) -> list[Chunk]:
@@ -118,6 +128,28 @@ class Predicted:
 def _decodes_of(count: int, context: int) -> Chunk:
     """The decodes of so many sequences with so many tokens in all, as one chunk."""
     return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
+
+
+@dataclass(slots=True)
+class Staged(Predicted):
+    """The steps of all batches of a pipeline: each goes through the slowest stage after those planned before it.
+
+    Attributes:
+        stages_ns: how long stages were busy, all together.
+    """
+
+    stages_ns: int = field(init=False, default=0)
+    _free_ns: int = field(init=False, default=0)  # the slowest stage
+    _paces: dict[tuple[Chunk, ...], int] = field(init=False, default_factory=dict)
+
+    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+        begun = max(now, self._free_ns)
+        if chunks not in self._paces:
+            self._paces[chunks] = round(1e9 * self.deployment.pace(self._step(chunks)))
+        self._free_ns = begun + self._paces[chunks]
+        times = Predicted._times(self, chunks, begun)
+        self.stages_ns += times.sampled_ns - begun
+        return times
 
 
 @dataclass(slots=True)

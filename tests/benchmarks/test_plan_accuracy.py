@@ -330,6 +330,35 @@ def test_the_documentation_shows_these_results():
     assert checked == {"fit", "test", "other", *NAMED.values()}
 
 
+@pytest.mark.parametrize(
+    ("load", "value", "bar"), [("rate", 2.0, "ttft_arrivals"), ("concurrency", 8, "ttft_clients"), ("batch", 8, "ttft")]
+)
+def test_ttft_has_the_bar_that_a_plan_gives_of_its_load(load, value, bar):
+    row = replace(ROW, load=load, load_value=value)
+    _, high = catalogue.uncertainty(find_hardware(row.hardware), bar)
+    within, beyond = ([compared(ratio * high, row, "ttft_ms")] for ratio in (0.99, 1.01))
+    assert plan_accuracy.inside(within) == 1.0 and plan_accuracy.inside(beyond) == 0.0
+
+
+def test_errors_by_engine_are_of_what_only_judges():
+    judged = replace(ROW, source=replace(SOURCE, use="test"))
+    early = replace(judged, engine="vllm-v0", model="mixtral-8x7b")
+    fitted = replace(ROW, source=replace(SOURCE, use="fit"))
+    rate = Compared(judged, "output_tokens_per_s", measured=8.5, predicted=10.0)
+    found = plan_accuracy.by_engine(
+        [compared(1.0, judged), rate, compared(1.25, early, "ttft_ms"), compared(9.0, fitted)]
+    )
+    assert [(each["engine"], each["model"], each["metric"], each["figures"]) for each in found] == [
+        ("all", "MoE", "TTFT", 1),
+        ("all", "dense", "TPOT", 2),
+        ("other", "MoE", "TTFT", 1),
+        ("vLLM", "dense", "TPOT", 2),
+    ]
+    assert found[2]["median_error"] == pytest.approx(0.2)
+    # The rate counts as the time that it stands for, whose bar holds 1 / 0.85, and not 0.85.
+    assert found[3]["median_error"] == pytest.approx(0.075) and found[3]["inside_80_percent_bar"] == 1.0
+
+
 def test_a_loop_is_inside_its_bar_or_not():
     """One deployment has figures at the estimate and beyond either end; one client is no load."""
     loop = replace(ROW, load="concurrency", load_value=8, num_prompts=80)

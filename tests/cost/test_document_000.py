@@ -14,9 +14,9 @@ from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_b
 from headway.cost.precision import BF16, Precision
 from headway.cost.requests import RequestShape
 from headway.cost.roofline import Roofline
-from headway.cost.serving import open_loop
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation, step_work, total
+from headway.simulator.serving import open_loop
 from tests.cost.machines import MACHINE
 
 QWEN_7B = find_model("qwen2.5-7b").shape

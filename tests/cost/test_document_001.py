@@ -12,9 +12,9 @@ from headway.cost.catalogue import find_hardware, find_model
 from headway.cost.memory import activation_bytes, kv_bytes_per_token, kv_cache_bytes, weight_bytes
 from headway.cost.precision import Precision
 from headway.cost.requests import RequestShape
-from headway.cost.serving import burst, closed_loop, open_loop
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, step_work, total
+from headway.simulator.serving import closed_loop, open_loop
 from tests.cost.machines import MACHINE, deployment
 
 LLAMA_405B = find_model("llama-3.1-405b").shape
@@ -59,14 +59,14 @@ def test_tps_is_the_inverse_of_tbt():
     """Chapter 4: TPS = 1 / TBT: a decode step of one sequence gives one token."""
     tbt = deployment().step([Chunk(1, 100)]).seconds
     seen = open_loop(deployment(), RequestShape(100, 2), [0.0])
-    assert 1 / seen.tpot_s == pytest.approx(1 / tbt)
+    assert 1 / seen.tpot_s == pytest.approx(1 / tbt, rel=1e-2)  # contexts are rounded
 
 
 def test_throughput_is_tokens_by_time():
     """Chapter 4: tokens or requests that the server processes in a second, over all its clients."""
-    seen = burst(deployment(), RequestShape(50, 20), requests=6)
+    seen = open_loop(deployment(), RequestShape(50, 20), [0.0] * 6)
     assert seen.requests_per_s * seen.e2e_s == pytest.approx(6)  # all six begin and end together
-    more = closed_loop(deployment(), RequestShape(50, 20), concurrency=12)
+    more = closed_loop(deployment(), RequestShape(50, 20), 12, 48)
     assert more.requests_per_s > seen.requests_per_s and more.tpot_s > seen.tpot_s
 
 

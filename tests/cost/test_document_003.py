@@ -17,9 +17,9 @@ from headway.cost.parallel import Parallelism, device_weight_bytes
 from headway.cost.precision import Precision
 from headway.cost.price import cost_per_million, tokens_per_s_per_watt
 from headway.cost.requests import Limits, RequestShape
-from headway.cost.serving import burst, closed_loop, open_loop
 from headway.cost.timing import Deployment
 from headway.cost.work import Operation, Work, step_work, total
+from headway.simulator.serving import closed_loop, open_loop
 from tests.cost.machines import LINK, MACHINE, deployment
 
 LLAMA_8B = find_model("llama-3.1-8b").shape
@@ -64,7 +64,7 @@ def test_end_to_end_latency_is_the_sum_of_its_parts():
     intake = HOST.request_s + HOST.token_s * 500
     decodes = sum(decode_s(run, context=500 + n) for n in range(3))
     assert alone.e2e_s == pytest.approx(intake + prefill_s(run, 500) + decodes, rel=1e-4)
-    served = burst(run, workload, requests=2, limits=Limits(sequences=1))
+    served = open_loop(run, workload, [0.0, 0.0], Limits(sequences=1))
     queued = prefill_s(run, 500) + decodes  # the second waits until the first is done
     assert served.e2e_s == pytest.approx(alone.e2e_s + queued / 2, rel=1e-3)
 
@@ -87,7 +87,7 @@ def test_contradiction_the_first_token_is_counted_twice_in_ttlt():
 
 def test_throughput_is_output_tokens_by_wall_time():
     """Section 1: Throughput = total output tokens / wall time."""
-    served = burst(on_a100(), RequestShape(100, 30), requests=8)
+    served = open_loop(on_a100(), RequestShape(100, 30), [0.0] * 8)
     assert 30 * served.requests_per_s == pytest.approx(8 * 30 / served.e2e_s)  # all begin and end together
 
 
@@ -155,7 +155,7 @@ def test_the_cache_bounds_concurrent_tokens():
 
 def test_batch_sizing():
     """Section 4: larger batches increase TTFT and tokens/s."""
-    small, large = (closed_loop(on_a100(), RequestShape(500, 50), n) for n in (2, 32))
+    small, large = (closed_loop(on_a100(), RequestShape(500, 50), n, 4 * n) for n in (2, 32))
     assert large.ttft_s > small.ttft_s and large.requests_per_s > small.requests_per_s
 
 
@@ -252,7 +252,7 @@ def test_communication_can_cost_more_than_it_gains():
 def test_pipelines():
     """Section 9: PP has bubbles, which more micro-batches fill, and does not shorten the way of a token."""
     staged = on_a100(parallelism=Parallelism(pipeline=4))
-    bubbles = [burst(staged, RequestShape(100, 50), n).bubble for n in (1, 2, 4)]
+    bubbles = [open_loop(staged, RequestShape(100, 50), [0.0] * n).bubble for n in (1, 2, 4)]
     assert bubbles[0] == pytest.approx(0.75, abs=0.01) and bubbles == sorted(bubbles, reverse=True)
     assert decode_s(staged) > decode_s(on_a100())
 

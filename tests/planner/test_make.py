@@ -383,14 +383,14 @@ def test_a_shared_prefix_is_held_once() -> None:
     assert apart.max_batch == pool // (4112 * token) < 120
 
 
-def test_stages_of_a_pipeline_wait_for_the_longest_step() -> None:
-    """Half of the sequences in each step make it faster, but not by as much as if no stage waited for the other."""
+def test_batches_of_a_pipeline_queue_for_its_slowest_stage() -> None:
+    """Half of the sequences in each step make it faster, but not by as much as if none met another's prompts."""
     asked = PlanRequest("llama-3.1-8b", "H100-SXM", concurrency=64)
     one = make_plan(asked)
     two = make_plan(replace(asked, count=2, pipeline_parallel_size=2))
     assert one.bubble == 0.0 < two.bubble < 0.5
     assert one.tpot is not None and two.tpot is not None
-    assert 1.0 < one.tpot.value / two.tpot.value < 1.3
+    assert 1.1 * two.decode.time.seconds < two.tpot.value < one.tpot.value
     assert any("stages are idle" in each for each in two.assumptions)
 
 
