@@ -1,4 +1,4 @@
-"""Divides the time of a step among its sequences: what each of them spent it on.
+"""Divides the time of a step among its sequences, and says what each of them spent it on.
 
 A mixed step takes longer for everybody in it than it would without the prompts of the others. So each sequence's
 compute is the share of the forward pass that the step would have taken without the others' prompt tokens, as
@@ -132,7 +132,7 @@ class Accounting:
         self._learn(work, forward)
 
     def record_decodes(self, work: StepWork, times: StepTimes) -> None:
-        """As record_step(), where everybody who runs decodes and was in the step before."""
+        """Record a step in which all running sequences decode, as they did in the step before."""
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
         self._learn(work, forward)
@@ -151,7 +151,7 @@ class Accounting:
         return work.prefill_tokens > 0 or self._steps % 8 == 0
 
     def join_decode_clock(self, sequence: Sequence) -> None:
-        """From the end of this step on the sequence decodes in every step."""
+        """The sequence decodes in every step after this one."""
         sequence.clock_marks = self._decode.read()
         self._on_decode_clock += 1
 
@@ -198,5 +198,8 @@ class Accounting:
 
 
 def _stall_of(sequence: Sequence) -> Phase:
-    """The phase of waiting for others: a decode stall once it has a token, also while it computes its past again."""
+    """The phase in which a sequence waits for others.
+
+    It is a decode stall once the sequence has a token of output, also while its tokens are computed again.
+    """
     return Phase.DECODE_STALL_PREFILL if sequence.output_len > 0 else Phase.PREFILL_STALL

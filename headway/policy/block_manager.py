@@ -8,8 +8,8 @@ The table of a group with a window gives up the blocks that the window has passe
 A prompt under way has the blocks of its largest step, so that what it gives up becomes the blocks of its next tokens
 and it is never out of memory, although it does not hold all blocks of its tokens.
 
-What a window has passed is still known to the prefix index, and given up before all other blocks. It is only kept like
-others where a prompt ends, and where it leaves what the index knew: there others may go on from it.
+Blocks that a window has passed are still known to the prefix index, but are given up before all others. They are kept
+like others only where a prompt ends, and where it leaves what the index knew: other prompts may go on from there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockManager:
     # --- admission ----------------------------------------------------------------------------------
 
     def wanted(self, sequence: Sequence) -> int:
-        """Free blocks that its admission takes: those of its tables, less the shared ones that are in use."""
+        """How many free blocks the admission of a sequence takes: those of its tables, less shared ones in use."""
         if sequence.parent is not None and self._can_fork(sequence):
             starts = [table.end for table in self._forked(sequence)]
             return sum(self._ends(sequence, starts)) - sum(starts) + len(starts)
@@ -57,7 +57,7 @@ class BlockManager:
         return sum(self._ends(sequence, starts)) - sum(starts) + cached + lacking
 
     def known_tokens(self, sequence: Sequence) -> int:
-        """Of a waiting sequence: those that need not be computed."""
+        """How many tokens of a waiting sequence need not be computed."""
         if self._can_fork(sequence):
             return sequence.prompt_len - 1
         known = self._match(sequence)
@@ -135,7 +135,7 @@ class BlockManager:
         return tables
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """What the prefix index has of a waiting sequence; where there are checkpoints, up to the last of them."""
+        """What the prefix index has of a waiting sequence; for a model with states, up to the last checkpoint."""
         blocks = self._blocks
         if not blocks.enable_prefix_caching or sequence.needs_every_token:
             return PrefixMatch()  # every prompt token is computed
@@ -148,7 +148,7 @@ class BlockManager:
         return known
 
     def _restorable(self, sequence: Sequence, known: PrefixMatch) -> Swapped | None:
-        """What the host has of a sequence, if it has more than the index, and all that the index has not."""
+        """What the host holds of a sequence; None unless it goes on where the index ends, and further."""
         swapped = sequence.swapped
         if swapped is None or swapped.computed <= known.length * self._blocks.block_size:
             return None
@@ -158,7 +158,7 @@ class BlockManager:
     def _begins(self, sequence: Sequence, known: PrefixMatch) -> tuple[int, list[BlockTable]]:
         """Tokens of a waiting sequence that need not be computed, and the known blocks that its tables begin with.
 
-        What the host has of tables is not among the blocks.
+        Blocks in host memory are not among them.
         """
         size, swapped = self._blocks.block_size, self._restorable(sequence, known)
         computed = known.length * size if swapped is None else swapped.computed
@@ -171,7 +171,7 @@ class BlockManager:
         ]
 
     def _ends(self, sequence: Sequence, starts: list[int]) -> list[int]:
-        """How long the tables become whose known entries end there."""
+        """How many entries each table has after admission, if its known entries end at `starts`."""
         needed = self._blocks.blocks_for(len(sequence.tokens))
         ends = [needed] * len(starts)
         for number, group in self._windowed:
@@ -181,9 +181,9 @@ class BlockManager:
     # --- checkpoints --------------------------------------------------------------------------------
 
     def _plan_keeps(self, sequence: Sequence, nodes: list[int]) -> None:
-        """Note behind which tokens the state of an admitted sequence is to be kept, or what windows see.
+        """Note behind which tokens of an admitted sequence its state, or what windows see, is to be kept.
 
-        Where there are states, also which one it goes on from.
+        For a model with states, note also which one the sequence goes on from.
         """
         checkpoints, size, computed = self._blocks.checkpoints, self._blocks.block_size, sequence.num_computed
         leaves, ends, least = len(nodes) * size, (len(sequence.tokens) - 1) // size * size, 0
@@ -197,7 +197,7 @@ class BlockManager:
         sequence.keeps_at = tuple(at for at in sorted({leaves, ends}) if at > computed and (worth_it or at == ends))
 
     def keep_states(self, sequence: Sequence, count: int) -> tuple[Checkpoint, ...]:
-        """The states that are to be kept of a prompt's next `count` tokens, as far as there are slots."""
+        """The states to keep while a prompt's next `count` tokens are computed, as far as there are slots."""
         start, checkpoints = sequence.num_computed, self._blocks.checkpoints
         if checkpoints is None:
             return ()
@@ -205,20 +205,20 @@ class BlockManager:
         return tuple([Checkpoint(at, slot) for at in wanted if (slot := checkpoints.promise()) is not None])
 
     def roll(self, sequence: Sequence, tokens: int) -> int | None:
-        """A slot for the state behind so many tokens of a sequence that decodes then, if it is to be kept."""
+        """A slot for the state of a decoding sequence behind its first `tokens`; None where it is not to be kept."""
         checkpoints = self._blocks.checkpoints
         if checkpoints is None or not self._blocks.enable_prefix_caching or tokens % checkpoints.spacing:
             return None
         return checkpoints.roll(sequence.rolling)
 
     def rolled(self, sequence: Sequence, slot: int) -> None:
-        """The slot has the state behind all computed tokens, which end a block."""
+        """The slot now holds the state behind all computed tokens of the sequence, the last of which ends a block."""
         checkpoints, node = self._blocks.checkpoints, sequence.cache_node
         if checkpoints is not None:
             sequence.rolling = node if checkpoints.fill(slot, node, rolls=True) else 0
 
     def settle(self, sequence: Sequence, item: ScheduledSequence) -> None:
-        """A step of the sequence has ended: the states that were kept are those of nodes."""
+        """A step of the sequence has ended: give the states that were kept in it to their nodes."""
         blocks, checkpoints = self._blocks, self._blocks.checkpoints
         if checkpoints is None:
             return
@@ -233,7 +233,7 @@ class BlockManager:
                 checkpoints.fill(kept.slot, known.nodes[-1])
 
     def _let_go(self, sequence: Sequence) -> None:
-        """The sequence has read the state that it goes on from, or never will."""
+        """Let go of the state that the sequence goes on from: it has been read, or never will be."""
         if self._blocks.checkpoints is not None and sequence.checkpoint >= 0:
             self._blocks.checkpoints.let_go(sequence.checkpoint)
             sequence.checkpoint = -1
@@ -241,14 +241,17 @@ class BlockManager:
     # --- steps --------------------------------------------------------------------------------------
 
     def growth(self, sequence: Sequence) -> int:
-        """Blocks that the next token of a decoding sequence takes, less those that windows have passed."""
+        """How many blocks the next token of a decoding sequence takes, less those that windows have passed."""
         if sequence.room > sequence.num_computed:
             return 0
         needed = self._blocks.blocks_for(sequence.num_computed + 1)
         return max(0, self._lacking(sequence, self._ends_of_step(sequence, needed)) - self._passed(sequence))
 
     def _ends_of_step(self, sequence: Sequence, needed: int) -> list[int]:
-        """How long the tables have to be for `needed` runs of tokens, and with windows for a prompt's largest step."""
+        """How many entries each table must have for `needed` blocks of tokens.
+
+        With a window, a table must have those for a prompt's largest step.
+        """
         blocks, ends = self._blocks, [needed] * len(self._groups)
         for number, group in self._windowed:
             largest = group.end(sequence.num_computed, blocks.block_size)
@@ -256,7 +259,10 @@ class BlockManager:
         return ends
 
     def _lacking(self, sequence: Sequence, ends: list[int]) -> int:
-        """Blocks that the tables lack to end there; of the next token, in place of those that others hold, too."""
+        """How many blocks the tables lack to have so many entries.
+
+        Where others hold the block of the next token too, its copy counts as one of them.
+        """
         references, entry, lacking = self._blocks.references, sequence.num_computed // self._blocks.block_size, 0
         for number, table in enumerate(sequence.tables):
             has = table.first + len(table.blocks)
@@ -267,7 +273,7 @@ class BlockManager:
         return lacking
 
     def _passed(self, sequence: Sequence) -> int:
-        """Blocks that become free when a sequence gives up what windows have passed."""
+        """How many blocks become free when a sequence gives up what windows have passed."""
         references, size, found = self._blocks.references, self._blocks.block_size, 0
         for number, group in self._windowed:
             table, first = sequence.tables[number], group.first(sequence.num_computed, size)
@@ -286,7 +292,7 @@ class BlockManager:
         size, start, references = blocks.block_size, sequence.num_computed, blocks.references
         entry, needed = start // size, (start + count + size - 1) // size
         ends = self._ends_of_step(sequence, needed) if self._windowed else [needed]
-        most = sum(ends) - (entry - 1) * len(ends)  # that the tables can lack
+        most = sum(ends) - (entry - 1) * len(ends)  # the most blocks that the tables can lack
         if most > blocks.num_free and (lacking := self._lacking(sequence, ends)) > blocks.num_free:
             free = blocks.num_free + self._passed(sequence)
             if lacking > free and self._windowed:  # as others share what windows have passed
@@ -316,7 +322,7 @@ class BlockManager:
         return True
 
     def _pass_by(self, sequence: Sequence) -> list[int]:
-        """Give up what windows have passed, sinks apart; returns the numbers of the tables that have changed."""
+        """Give up blocks that windows have passed, except sinks. Returns the numbers of the tables that changed."""
         size, changed = self._blocks.block_size, []
         for number, group in self._windowed:
             table, first = sequence.tables[number], group.first(sequence.num_computed, size)
@@ -367,7 +373,7 @@ class BlockManager:
         """Take what a sequence that failed has registered out of the prefix index, so that others do not find it."""
         size, registered = self._blocks.block_size, sequence.num_registered
         found = sequence.cached_tokens // size
-        if self._windowed:  # which have passed some of it
+        if self._windowed:  # windows may have passed some of it
             known = PrefixMatch()
             self._blocks.index.match([*sequence.tokens[: registered * size], 0], sequence.cache_salt, known)
             self._blocks.withdraw(self._blocks.index.blocks_at(known.places[found:]))
@@ -375,13 +381,16 @@ class BlockManager:
             self._blocks.withdraw(sequence.held_blocks[found:registered])
 
     def preempt(self, sequence: Sequence) -> None:
-        """As release(), but the host may keep what the blocks hold until the sequence returns."""
+        """Give back all blocks; the host may keep what they hold until the sequence returns."""
         swapped = self._swap_out(sequence)
         self.release(sequence)
         sequence.swapped = swapped
 
     def _swap_out(self, sequence: Sequence) -> Swapped | None:
-        """What others share with a sequence in all tables without a window, and the index knows, is not swapped out."""
+        """Have the host take what a sequence has computed; None where it does not.
+
+        Blocks that others share in all tables without a window, and that the index knows, stay in the pool.
+        """
         blocks, tables, computed = self._blocks, sequence.tables, sequence.num_computed
         if self._host is None or not computed or sequence.needs_every_token:
             return None
@@ -393,7 +402,7 @@ class BlockManager:
         return self._host.swap_out(held, first, first * blocks.block_size, computed) if held else None
 
     def _parts(self, sequence: Sequence, starts: list[int]) -> list[list[int]]:
-        """What tables have of computed tokens, those without a window from these entries on."""
+        """The blocks of computed tokens, table by table; without a window, from the entry in `starts` on."""
         size, computed = self._blocks.block_size, sequence.num_computed
         end, parts = self._blocks.blocks_for(computed), []
         for group, table, start in zip(self._groups, sequence.tables, starts, strict=True):
@@ -403,7 +412,7 @@ class BlockManager:
         return parts
 
     def _restore(self, sequence: Sequence, swapped: Swapped, starts: list[int]) -> None:
-        """Have copied back what tables without a window lack from `starts` on, and others altogether."""
+        """Have blocks copied back from the host: to tables without a window from `starts` on, to others all of them."""
         assert self._host is not None
         wanted, host_blocks, at = list[int](), list[int](), 0
         of_host = self._parts(sequence, [swapped.first] * len(starts))

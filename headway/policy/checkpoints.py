@@ -22,18 +22,18 @@ LEAST_SPACING = 32
 
 
 class Checkpoint(msgspec.Struct, array_like=True, gc=False):
-    """What a plan asks for: behind so many `tokens` of a sequence in all, its state is copied to a slot."""
+    """A copy that a plan asks for: the state behind the first `tokens` of a sequence goes to a slot."""
 
     tokens: int
     slot: int
 
 
 class Checkpoints:
-    """`num_slots` slots, each free, promised to a step that is to fill it, or that of a node.
+    """The slots for states. Each is free, promised to a step that is to fill it, or belongs to a node.
 
     Attributes:
-        spacing: of the tokens behind which the states of sequences that decode are kept; of whole blocks.
-        made: that were filled so far.
+        spacing: after every so many tokens the state of a decoding sequence is kept; a multiple of the block size.
+        made: how many checkpoints were filled so far.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -53,7 +53,7 @@ class Checkpoints:
         return len(self._slot_of)
 
     def known(self, nodes: list[int]) -> int:
-        """How many of the nodes of a prefix, the first ones, end with one that has a checkpoint."""
+        """How many nodes of a prefix there are up to the last one that has a checkpoint."""
         slots = self._slot_of
         return next((at + 1 for at in range(len(nodes) - 1, -1, -1) if nodes[at] in slots), 0)
 
@@ -65,7 +65,7 @@ class Checkpoints:
         return slot
 
     def let_go(self, slot: int) -> None:
-        """One who reads a slot has done so."""
+        """A reader of the slot has read it."""
         left = self._readers[slot] = self._readers[slot] - 1
         if not left:
             del self._readers[slot]
@@ -85,7 +85,7 @@ class Checkpoints:
         return slot
 
     def roll(self, node: int) -> int | None:
-        """The same for a sequence that decodes: the slot of its last checkpoint, at `node`, unless that was read."""
+        """A slot for a decoding sequence to fill: that of its last checkpoint, at `node`, unless that was read."""
         slot: int | None = None
         if node in self._rolling:
             self._rolling.remove(node)
@@ -97,10 +97,10 @@ class Checkpoints:
         return slot
 
     def fill(self, slot: int, node: int, rolls: bool = False) -> bool:
-        """A promised slot has the state behind a node; False where another slot has it already.
+        """A promised slot now holds the state behind a node; False where another slot holds it already.
 
         Args:
-            rolls: the slot is to be had again by `roll`, until `settle`.
+            rolls: until `settle`, `roll` may give the slot out again.
         """
         self._promised.remove(slot)
         if node in self._slot_of:
@@ -113,17 +113,17 @@ class Checkpoints:
         return True
 
     def settle(self, node: int) -> None:
-        """The sequence whose last checkpoint is at the node decodes no more: it is kept as any other."""
+        """The sequence whose last checkpoint is at the node decodes no more: it is kept like any other."""
         self._rolling.discard(node)
 
     def end_step(self) -> None:
-        """What is still promised was not filled."""
+        """Take back slots that were promised to the step and not filled."""
         self._free += self._promised
         self._promised.clear()
         self._num_rolled = 0
 
     def pin(self, nodes: list[int]) -> None:
-        """Keep the last checkpoint of a prefix until all are cleared."""
+        """Keep the last checkpoint of a prefix until clear() is called."""
         if known := self.known(nodes):
             self._pinned.append(self.read(nodes[known - 1]))
 
@@ -147,7 +147,7 @@ class Checkpoints:
             self.drop(node)
 
     def check(self, num_readers: int) -> None:
-        """Verify that each slot is of one kind, with so many readers in all beside what is pinned.
+        """Verify that each slot is in one state, and that there are `num_readers` readers besides pins.
 
         Raises:
             RuntimeError: it is not so.

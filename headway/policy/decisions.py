@@ -20,7 +20,7 @@ class Decision:
         decoding, prompt_tokens: what was put in it.
         waiting, running: how many there were afterwards.
         queue: why the others still wait, as the ledger's phase.
-        slack_ns, tightest: until the next promised token is due, and whose it is; infinite and empty for none.
+        slack_ns, tightest: the time until the next promised token is due, and whose it is; infinite and empty for none.
         urgent: the prompt for which others were held back.
         left_out: decoding sequences that got no token.
         yielded: who was put behind the others or refused, and why.
@@ -28,7 +28,7 @@ class Decision:
         evicted: cached blocks that were given up, by class and reason.
         swapped_out: who was preempted and goes to host memory, with how many blocks.
         swapped_in: blocks that are copied back.
-        predicted_ns, took_ns: of the forward pass; 0 is not known.
+        predicted_ns, took_ns: predicted and measured time of the forward pass; 0 while it is not known.
     """
 
     planned_ns: int
@@ -66,7 +66,7 @@ class Decision:
             self.predicted_ns = step_time.predict_ns(plan.work)
 
     def in_words(self) -> str:
-        """One line."""
+        """The decision as one line of text."""
         if self.window_ns:
             return f"Nothing runs: waits {self.window_ns / 1e6:.1f} ms for more requests."
         work = []

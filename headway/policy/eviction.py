@@ -1,4 +1,6 @@
-"""Which cached block is given up next: by how long nobody has found it, by class, and last what many begin with.
+"""Decides which cached block is given up next, by how long nobody has found it and by its class.
+
+Blocks that many requests begin with are protected, and go last.
 
 Cached blocks stand in queues, least recently used first: one for each class whose sequence had the block last, and one
 for protected blocks. The head of a queue is its candidate, and the order of candidates is:
@@ -60,7 +62,7 @@ class Queue:
                 yield block
 
     def remove(self, block: int) -> None:
-        """It goes before its turn."""
+        """Take out a block before its turn."""
         self._gone[block] += 1
         self._num_gone += 1
         if 2 * self._num_gone > len(self._order):
@@ -70,7 +72,7 @@ class Queue:
             self._num_gone = 0
 
     def first(self) -> int:
-        """Whose turn it is. There must be one."""
+        """The block whose turn it is. There must be one."""
         order, gone = self._order, self._gone
         while gone and order[0] in gone:
             block = order.popleft()
@@ -81,7 +83,7 @@ class Queue:
         return order[0]
 
     def take(self, count: int) -> list[int]:
-        """Take out the first ones. There must be so many."""
+        """Take out the first `count` blocks. There must be so many."""
         order = self._order
         if not self._gone:
             return [order.popleft()] if count == 1 else [order.popleft() for _ in range(count)]
@@ -98,18 +100,18 @@ class CachedBlocks:
     Time is the number of blocks that were cached so far.
 
     Args:
-        used: blocks in use of each class; the pool keeps it up to date.
-        most_protected: how many of them may be protected.
+        used: how many blocks of each class are in use; the pool keeps it up to date.
+        most_protected: how many blocks of the pool may be protected.
 
     Attributes:
         evictions: blocks given up, by class and reason: `passed` (by a window), `age` (the oldest), `lent` (within its
             class's share, to another), `expired` (protected, and not found for long), `protected` (nothing else was
             left).
         owners: the class of each block that is in use or cached, COMMON where sequences of several share it.
-        num_evicted: all of them.
-        num_cached: blocks in all queues.
-        num_protected: protected blocks, in use or cached.
-        since: the time since which each cached block is.
+        num_evicted: how many blocks were given up in all.
+        num_cached: how many blocks the queues hold.
+        num_protected: how many blocks are protected, in use or cached.
+        since: the time at which each cached block was cached.
     """
 
     def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
@@ -132,10 +134,10 @@ class CachedBlocks:
         return chain(self._passed, self._protected, *self._queues.values())
 
     def set_classes(self, classes: ClassTable, shares: Mapping[str, int]) -> None:
-        """From now on the order is by these classes.
+        """Order blocks by these classes.
 
         Args:
-            shares: blocks that are kept for classes.
+            shares: how many blocks are kept for each class.
         """
         self._shares = shares
         self._haste = {each.name: HASTE for each in classes if math.isinf(each.ttft_ms)}
@@ -162,7 +164,7 @@ class CachedBlocks:
         self._time = time
 
     def add_passed(self, blocks: list[int]) -> None:
-        """As add(), of blocks that a window has passed."""
+        """The last sequence has released these blocks, as a window has passed them. They go before all others."""
         self.num_cached += len(blocks)
         for block in blocks:
             self._is_passed[block] = 1
@@ -239,7 +241,7 @@ class CachedBlocks:
         return given_up
 
     def _next(self) -> tuple[str, Queue, str, int]:
-        """The class and queue whose head is given up next, why, and how many of it go for that reason, at least."""
+        """The class and the queue whose head goes next, the reason, and for how many blocks at least it holds."""
         if self._passed._order:
             return COMMON, self._passed, "passed", len(self._passed)
         if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:

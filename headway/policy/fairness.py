@@ -39,16 +39,16 @@ _Entries = list[tuple[OrderKey, Sequence]]
 
 @dataclass(slots=True)
 class Line:
-    """Requests of tenants that share.
+    """The tenants that share, with what each has been served and what of theirs waits.
 
     Args:
-        served: tokens by weight, of each tenant.
-        waiting: by level, the sequences of each tenant that has some there, in the policy's order.
-        asked: tokens of theirs that are still to be charged.
-        joined: a number of each tenant that waits, the later the larger. Of equals the last to come goes first.
+        served: how many tokens each tenant was served, divided by its weight.
+        waiting: the waiting sequences of each level and tenant, in the policy's order.
+        asked: how many tokens of each tenant's waiting sequences are still to be charged.
+        joined: a number for each tenant that waits, larger the later it came. Of equals the last to come goes first.
         last: the tenant that was the last to have none left.
         passes: how often the first of each tenant at each level has been passed over.
-        most: that any of those who wait has been served; None is to be found.
+        most: the most that a waiting tenant was served; None while it has to be found again.
     """
 
     served: dict[str, float] = field(default_factory=dict)
@@ -77,18 +77,18 @@ class Line:
         self.most = None
 
     def most_served(self) -> float:
-        """Of those who wait."""
+        """The most that any of the waiting tenants was served; -inf where none waits."""
         if self.most is None:
             self.most = max(map(self.served.__getitem__, self.joined), default=-math.inf)
         return self.most
 
     def passes_from(self, level: int, tenant: str, at: int) -> int:
-        """How often the one at this place has been passed over, as its tenant's requests from there on say."""
+        """How often the sequence at this place has been passed over: the sum of what those from there on have noted."""
         total = self.passes[level, tenant]
         return sum(each.passes for _, each in self.waiting[level][tenant][at:]) if at and total else total
 
     def lead(self) -> float:
-        """By how much the tenant served most is ahead of the one served least, of those who wait."""
+        """How far, among waiting tenants, the one served most is ahead of the one served least."""
         counts = [self.served[tenant] for tenant in self.joined]
         return max(counts) - min(counts) if len(counts) > 1 else 0.0
 
@@ -97,8 +97,8 @@ class FairSequences(OrderedSequences):
     """Waiting sequences in the places of the policy's order, taken by tenants in turn.
 
     Args:
-        orders: of the policy.
-        weights: by tenant; 1 where it has none.
+        orders: the orders of the policy.
+        weights: the weight of each tenant; 1 for those that are not named.
         credit: tokens that a tenant may catch up on, times its weight.
     """
 
@@ -158,7 +158,7 @@ class FairSequences(OrderedSequences):
         return (sequence for _, sequence in self._in_turn())
 
     def _in_turn(self) -> Iterator[tuple[OrderKey, Sequence]]:
-        """The places of the queue, and who takes each."""
+        """The places of the queue in order, with the sequence that takes each."""
         turns: dict[int, Iterator[Sequence]] = {}
         for key, sequence in self._entries:
             level = self._level(sequence)
@@ -167,7 +167,7 @@ class FairSequences(OrderedSequences):
             yield key, next(turns[level])
 
     def _turns(self, like: Sequence) -> Iterator[Sequence]:
-        """The sequences of the level of a waiting one, each as if those before it had been admitted."""
+        """Waiting sequences of the same level as `like`, in turn, each as if those before it had been admitted."""
         line = self._lines[self._line_of(like)]
         waiting = line.waiting[self._level(like)]
         heads = [(line.served[tenant], -line.joined[tenant], tenant, 0) for tenant in waiting]
@@ -199,7 +199,7 @@ class FairSequences(OrderedSequences):
         return self._order(one) < self._order(other)
 
     def in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """The places of a line are taken as in the queue."""
+        """Running prompts in the order in which they go on: tenants take turns in each level, as in the queue."""
         if len({sequence.tenant for sequence in prompts}) < 2:
             return prompts
         alike: dict[int, list[Sequence]] = {}
@@ -212,7 +212,7 @@ class FairSequences(OrderedSequences):
     # --- who was served -----------------------------------------------------------------------------
 
     def served(self, sequence: Sequence) -> float:
-        """Of its tenant, in its line."""
+        """How many tokens the tenant of a sequence was served in its line, divided by the tenant's weight."""
         return self._line(self._line_of(sequence)).served.get(sequence.tenant, 0.0)
 
     def is_owed(self, sequence: Sequence) -> bool:
@@ -227,7 +227,7 @@ class FairSequences(OrderedSequences):
         return all(alike[tenant][0][0] >= key for alike in line.waiting.values() if tenant in alike)
 
     def owed(self) -> list[Sequence]:
-        """Those who are owed: of each level on which sequences wait, the first of the tenant served least."""
+        """The sequences that are owed. Only the first of the tenant served least can be, at each level of a line."""
         firsts = [
             waiting[min(waiting, key=line.served.__getitem__)][0][1]
             for line in self._lines.values()
@@ -238,14 +238,14 @@ class FairSequences(OrderedSequences):
         return [sequence for sequence in firsts if self.is_owed(sequence)]
 
     def cost(self, sequence: Sequence) -> float:
-        """What its tenant is charged when it is admitted, if nothing of it is in the prefix cache."""
+        """What the tenant of a sequence is charged when it is admitted, if nothing of it is in the prefix cache."""
         return _uncharged(sequence) / self._weight(sequence.tenant)
 
     def _weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
 
     def admitted(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Charge what is known of it."""
+        """Charge the known tokens of an admitted sequence to its tenant."""
         sequence.line, tenant = self._line_of(sequence), sequence.tenant
         line, weight = self._line(sequence.line), self._weight(tenant)
         sequence.charged = max(sequence.charged, sequence.num_computed)
@@ -278,7 +278,7 @@ class FairSequences(OrderedSequences):
             sequence.charged += count
 
     def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
-        """Charge the new tokens."""
+        """Charge the new tokens to their tenants."""
         for sequence, tokens in sampled:
             if tokens or sequence.finish_reason is None:
                 self.charge(sequence)

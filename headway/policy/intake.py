@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def taken_up(messages: Iterable[T], clock: Callable[[], int]) -> Iterator[T]:
-    """The messages that have come, for INTAKE_NS at most. The rest wait for the next call, as a step comes first."""
+    """Yield messages for INTAKE_NS at most. The rest wait for the next call, because a step comes first."""
     until = 0
     for message in messages:
         until = until or clock() + INTAKE_NS

@@ -53,12 +53,12 @@ class KVBlocks:
         groups: KV cache groups, each with a block table of its own; empty where all layers see all tokens.
 
     Attributes:
-        used: blocks in use of each class.
-        cached: those that nobody holds and that hold a prefix.
-        pinned: those that stay in use for good.
+        used: how many blocks of each class are in use.
+        cached: the blocks that nobody holds and that hold a prefix.
+        pinned: the blocks that stay in use for good.
         index: which blocks hold which prefix.
-        checkpoints: of prefixes, without which they are not known; None for a model without recurrent layers.
-        allocated, runs: blocks given out so far, and the runs of consecutive ones that they are in block tables.
+        checkpoints: the states of prefixes, which are not known without one; None for a model without recurrent layers.
+        allocated, runs: how many blocks were given out so far, and in how many runs of consecutive numbers.
 
     Raises:
         ValueError: when a size is below one, or the share out of range.
@@ -109,19 +109,19 @@ class KVBlocks:
 
     @property
     def tables(self) -> int:
-        """Block tables of a sequence."""
+        """How many block tables a sequence has."""
         return len(self.groups) or 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """That so many tokens have in a block table."""
+        """How many blocks of a table hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """That one sequence holds at most until it has so many tokens, in all its tables."""
+        """How many blocks one sequence holds at most, in all its tables, until it has so many tokens."""
         return most_blocks(self.groups, self.blocks_for(num_tokens))
 
     def pool_tokens(self, max_model_len: int) -> int:
-        """Tokens that the pool holds of sequences of this length, each counted once for all tables."""
+        """How many tokens of sequences of this length the pool holds, each counted once for all tables."""
         whole = self.num_blocks * self.block_size
         return min(whole, self.num_blocks * max_model_len // self.most_blocks(max_model_len)) if self.groups else whole
 
@@ -199,7 +199,7 @@ class KVBlocks:
         self.cached.add(cached)
 
     def pass_by(self, blocks: list[int]) -> None:
-        """As release(), of blocks that a window has passed while their sequence goes on. They are given up first."""
+        """Release blocks that a window has passed while their sequence goes on. They are given up before all others."""
         passed: list[int] = []
         for block in blocks:
             if self.references[block] > 1 or not self.index.nodes[block] or self.cached.is_protected(block):
@@ -237,7 +237,7 @@ class KVBlocks:
     def register(
         self, blocks: list[int], parent: int | str, tokens: tuple[int, ...], further: Sequence[list[int]] = ()
     ) -> int:
-        """Enter full blocks with these tokens in the prefix index, as PrefixIndex.register()."""
+        """Enter full blocks with these tokens in the prefix index; PrefixIndex.register() describes the arguments."""
         index = self.index
         node = index.register(blocks, parent, tokens, further)
         if index.replaced:
@@ -294,7 +294,7 @@ class KVBlocks:
             pass
 
     def check_by_parts(self, tables: Iterable[Sequence[int]]) -> Iterator[None]:
-        """check() with a pause after every CHECKED_AT_ONCE blocks; do not go on with it once the pool has changed."""
+        """Do check() with a pause after every CHECKED_AT_ONCE blocks; do not go on once the pool has changed."""
         expected = [0] * self.num_blocks
         for table in chain(tables, (self.pinned,)):
             for block in table:

@@ -24,10 +24,10 @@ class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         window: positions that a query sees, itself included, sinks apart; None for all.
-        ahead: that a prompt under way has for its tokens, where it has more tokens than that: those that the largest
-            step sees, sinks apart. 0 without a window, where it has them for all tokens.
-        known: that it begins with at most besides, of a known prefix.
-        sinks: the first ones, which stay.
+        ahead: the most blocks that a prompt under way has for tokens of its own: those that the largest step sees,
+            sinks apart. 0 without a window, where all its tokens have blocks.
+        known: the most blocks of a known prefix that it begins with besides.
+        sinks: how many of the first blocks stay.
     """
 
     window: int | None
@@ -46,12 +46,12 @@ class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
         return first if first > self.sinks else 0
 
     def end(self, computed: int, block_size: int) -> int:
-        """How long a window's table is for a prompt's largest step after so many computed tokens."""
+        """How many entries the table of a window has for a prompt's largest step after so many computed tokens."""
         first = self.first(computed, block_size)
         return (first or self.sinks) + self.ahead
 
     def most(self, num_blocks: int) -> int:
-        """That a sequence of so many runs of tokens ever has."""
+        """The most blocks that a sequence of `num_blocks` blocks of tokens ever has in this group."""
         return num_blocks if self.window is None else min(num_blocks, self.sinks + self.ahead + self.known)
 
 
@@ -59,7 +59,7 @@ WHOLE = KVCacheGroup(None)  # the only group where all layers see all tokens
 
 
 def most_blocks(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
-    """Blocks in all tables that a sequence of so many runs of tokens holds at most; without groups it has one table."""
+    """The most blocks that a sequence of `num_blocks` blocks of tokens holds in all tables; without groups, in one."""
     return sum(group.most(num_blocks) for group in groups) if groups else num_blocks
 
 
@@ -69,7 +69,7 @@ def _first_tokens(window: int, sinks: tuple[int, int] | None) -> int:
 
 
 def decode_blocks(window: int | None, tokens: int, block_size: int, sinks: tuple[int, int] | None = None) -> int:
-    """Blocks of one group that a sequence of so many tokens holds while it decodes.
+    """How many blocks of one group a sequence of so many tokens holds while it decodes.
 
     Args:
         sinks: how many of the first tokens are sinks, and the window of the layers that have them.
@@ -102,7 +102,7 @@ def group_layers(windows: tuple[int | None, ...]) -> list[list[int]]:
     """The layers of each group, by number; those without a window come first.
 
     Args:
-        windows: of each layer, as seen_windows() says.
+        windows: the window of each layer, as seen_windows() says.
     """
     size, groups = layers_per_group(windows), []
     for window in sorted(dict.fromkeys(windows), key=lambda each: (each is not None, each or 0)):
@@ -118,7 +118,7 @@ def group_windows(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
 
 
 def seen_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
-    """The same, but None for those that no sequence outgrows; empty where that are all."""
+    """The windows, with None for those that no sequence outgrows; empty where no window is left."""
     seen = tuple(window if window is not None and window < max_model_len else None for window in windows)
     return seen if any(seen) else ()
 

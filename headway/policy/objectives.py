@@ -9,7 +9,7 @@ MOST_MS = 10**9
 
 
 def parse_objectives(texts: Iterable[str], where: str) -> dict[str, float]:
-    """From `ttft:200`, `tpot:50`, ...
+    """The milliseconds of each objective, read from texts such as `ttft:200` and `tpot:50`.
 
     Args:
         where: what to name in an error, as the flag.
@@ -34,7 +34,7 @@ def parse_objectives(texts: Iterable[str], where: str) -> dict[str, float]:
 
 
 def checked_objectives(objectives: Mapping[str, float], where: str) -> dict[str, float]:
-    """The same as floats. Raises ValueError at an unknown key, or a limit that is not above 0 and at most MOST_MS."""
+    """The limits as floats. Raises ValueError at an unknown key, or a limit not above 0 and at most MOST_MS."""
     for key, limit in objectives.items():
         if key not in OBJECTIVES:
             raise ValueError(f"{where}: unknown objective {key!r}; use {_known()}")

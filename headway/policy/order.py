@@ -1,8 +1,8 @@
-"""Who comes first: in the queue, in a step, and among those who must go.
+"""Which sequence comes first: in the queue, in a step, and among those that must go.
 
 An order is a function from a sequence to a key, and the smallest key is first. A sequence's key must not change while
-it is in a list, so that lists stay sorted. Of equal keys the one that came first is first. A scheduling
-policy has its `Orders`.
+it is in a list, so that lists stay sorted. Of equal keys the one that came first is first. A scheduling policy has its
+`Orders`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SAME_DEADLINE_NS = 20_000_000
 AGEING_NS = 10_000_000_000
 
 MOST_PREEMPTIONS = 3
-BEHIND_ALL = (1,)  # keys of `deadline` from here on are of those who are behind all promises
+BEHIND_ALL = (1,)  # `deadline` gives keys from here on to sequences behind all promises
 _LAST_RANK = 1_000_000
-_SEQUENCE = itemgetter(1)  # of an entry
+_SEQUENCE = itemgetter(1)  # gives the sequence of an entry
 
 OrderKey = tuple[int, ...]
 Order = Callable[[Sequence], OrderKey]
@@ -41,7 +41,7 @@ def priority(sequence: Sequence) -> OrderKey:
 
 
 def deadline(sequence: Sequence) -> OrderKey:
-    """Earliest time that is planned first, then least work; behind them by class those that are behind all promises.
+    """The earliest planned time first, then the least work; sequences behind all promises come last, by class.
 
     One that has starved comes before all. A sequence's key changes when it yields or has starved: take it out of the
     list, and add it again.
@@ -54,8 +54,9 @@ def deadline(sequence: Sequence) -> OrderKey:
 
 
 def least_loss(sequence: Sequence) -> OrderKey:
-    """Sequences without a promise go first, the last class before the others. Then those with the most time left
-    go, and of these those that have computed least.
+    """The order of victims: those without a promise go first, the last class before the others.
+
+    Then those with the most time left go, and of these those that have computed least.
 
     One that was preempted MOST_PREEMPTIONS times stays if anybody else can go, so that everybody gets on.
     """
@@ -70,7 +71,7 @@ def _equal(sequence: Sequence) -> int:
 
 
 def priority_level(sequence: Sequence) -> int:
-    """The priority."""
+    """The priority value of a sequence."""
     return sequence.priority
 
 
@@ -91,14 +92,16 @@ class Orders:
     """The orders of a scheduling policy.
 
     Attributes:
-        admission: of those who wait: the first is admitted first, and before running prompts go on that come after it.
-        running: of those who run: the first is given blocks and tokens of a step first.
-        victims: of those who run and have no token of the step yet: the last is preempted first. Who is first in
-            `running` should be first here too, or no longer be a victim after some times, so that somebody always
+        admission: the order of waiting sequences: the first is admitted first, and before running prompts go on that
+            come after it.
+        running: the order of running sequences: the first is given blocks and tokens of a step first.
+        victims: the order of running sequences without a token of the step as yet: the last is preempted first. The
+            first in `running` should be first here too, or be a victim only so many times, so that one of them always
             gets on.
-        level: what decides whether a waiting sequence takes the place of a running one: its level is lower.
-        displaces: that happens, to one sequence at most so many times.
-        line: whom tenants share with: what each has been served is counted by it. Of one level are of one line.
+        level: a waiting sequence takes the place of a running one only if its level is lower.
+        displaces: how many times at most one sequence loses its place so; 0 where none does.
+        line: tenants share within a line: what each has been served is counted for each line. Sequences of one level
+            are of one line.
     """
 
     admission: Order
@@ -110,7 +113,7 @@ class Orders:
 
     @classmethod
     def by(cls, order: Order) -> Orders:
-        """One order for all three."""
+        """The orders of a policy that has one order for all three."""
         return cls(order, order, order)
 
 
@@ -122,10 +125,10 @@ SLO = Orders(deadline, deadline, least_loss, promise_rank, displaces=math.inf, l
 class OrderedSequences:
     """Sequences kept sorted by an order. `version` changes whenever one comes or goes; `of_class` counts them.
 
-    Tenants make no difference here: what is said of turns holds where they take some (`FairSequences`).
+    Tenants make no difference here; in the subclass `FairSequences` they take turns.
     """
 
-    lead = bound = 0.0  # as of FairSequences
+    lead = bound = 0.0  # FairSequences measures them
 
     def __init__(self, order: Order) -> None:
         self.version = 0
@@ -158,15 +161,15 @@ class OrderedSequences:
         return self._entries[at][1] if at < len(self._entries) else None
 
     def before(self, key: OrderKey, most: int) -> list[tuple[OrderKey, Sequence]]:
-        """The first of those that come before `key`, `most` of them, with their keys."""
+        """The first sequences that come before `key`, at most `most`, with their keys."""
         return self._entries[: min(bisect_left(self._entries, (key,)), most)]
 
     def first_like(self, sequence: Sequence) -> Sequence:
-        """Who is to go when it is the turn of a waiting sequence."""
+        """The sequence that takes the place of a waiting one, when it is that one's turn."""
         return sequence
 
     def comes_before(self, one: Sequence, other: Sequence) -> bool:
-        """Whether a sequence comes before another; they need not be here."""
+        """Whether a sequence comes before another; they need not be in the list."""
         return self._order(one) < self._order(other)
 
     def in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
@@ -174,13 +177,13 @@ class OrderedSequences:
         return prompts
 
     def admitted(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """A sequence has been admitted and is no longer here; `running` are all that run, with this one."""
+        """A sequence has been admitted and is no longer in the list; `running` has all that run, this one too."""
 
     def end_step(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> None:
-        """These have new tokens, or have ended without."""
+        """A step has ended: these sequences have new tokens, or have ended without."""
 
     def measure(self) -> None:
-        """Note who is how far ahead at this moment."""
+        """Note how far tenants are ahead of each other at this moment."""
 
     def first(self) -> Sequence:
         return self._entries[0][1]

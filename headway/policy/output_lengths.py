@@ -25,7 +25,7 @@ class OutputLengths:
 
 
 class OutputBound:
-    """What hardly any output exceeds, of those seen of late: their mean and four mean deviations.
+    """A length that hardly any output exceeds: the mean of late outputs plus four mean deviations.
 
     The filter is that of TCP's retransmission timeout (Jacobson 1988), which has the same task.
     """
@@ -43,5 +43,5 @@ class OutputBound:
         self._deviation += (abs(error) - self._deviation) / 4
 
     def expected(self, allowed: int) -> int:
-        """Of an output that may have so many tokens; all of them until one was seen."""
+        """The tokens to expect at most of an output that may have `allowed`; all of these until an output was seen."""
         return min(allowed, math.ceil(self._mean + 4 * self._deviation)) if self._mean else allowed

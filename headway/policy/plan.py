@@ -1,8 +1,8 @@
 """A step as plain data: what the scheduler has decided, and all that an executor must know to run it.
 
-A plan can be encoded as it is, to go to another process. It names sequences by a number, `seq_id`. Of those that
-the executor does not know, as they have not run yet or were preempted, the plan has everything; of others only what has
-changed. An executor keeps each `SequenceState` until it is told to forget it.
+A plan can be encoded as it is, to go to another process. It names sequences by a number, `seq_id`. The executor does
+not know sequences that have not run yet or were preempted: the plan says everything about them, and only what has
+changed about the others. An executor keeps each `SequenceState` until it is told to forget it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     Args:
         tokens: the prompt and the output up to now.
         stop_ids: ids that end it.
-        seed: of its draws.
-        block_table: KV blocks in order of position; of several KV cache groups, the first one's.
+        seed: the seed of its draws.
+        block_table: KV blocks in order of position, in the first KV cache group.
         checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
-        further_tables: those of further groups. Where a window has passed, tables have PASSED.
+        further_tables: block tables in further groups. Where a window has passed, tables have PASSED.
         pooling: the vector that is wanted of its prompt, in place of tokens.
     """
 
@@ -44,7 +44,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """Of each KV cache group."""
+        """The block table in each KV cache group."""
         return [self.block_table, *self.further_tables]
 
     def change_table(self, change: TableChange) -> None:
@@ -75,12 +75,12 @@ def state_of(sequence: Sequence) -> SequenceState:
 
 
 class TableChange(msgspec.Struct, array_like=True, gc=False):
-    """From entry `start` on, a block table of a sequence that the executor knows consists of these blocks.
+    """A change of one block table of a sequence that the executor knows: these blocks stand from entry `start` on.
 
     Args:
-        group: whose table it is.
-        first: entries before this one have been passed by a window.
-        sinks: but not so many of the first ones.
+        group: number of the KV cache group whose table it is.
+        first: a window has passed the entries from `sinks` up to this one.
+        sinks: how many of the first entries stay.
     """
 
     seq_id: int

@@ -1,4 +1,4 @@
-"""The scheduling policies by name, and those of a user's own as `module:Class`."""
+"""The scheduling policies by name, and a user's own as `module:Class`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def policy_class(name: str) -> type[SchedulingPolicy]:
 
 
 def policy_name(text: str) -> str:
-    """The same text. Raises ValueError as policy_class()."""
+    """The text, if it names a policy. Raises ValueError as policy_class() does."""
     policy_class(text)
     return text
 

@@ -9,10 +9,10 @@ _COMPARED_AT_ONCE = 512
 
 
 class PrefixLeaders:
-    """Of prompts that are being computed, one for each beginning of a block.
+    """The leaders: for each first block of tokens, a prompt under way that begins with it.
 
     Args:
-        keep_states: what two begin with is known only by a checkpoint behind it, which the first is asked for.
+        keep_states: prefixes are found only by a checkpoint behind them, so that the leader is asked to keep one.
     """
 
     def __init__(self, block_size: int, order: Order, keep_states: bool = False) -> None:
@@ -20,7 +20,7 @@ class PrefixLeaders:
         self._keep_states = keep_states
         self._order = order
         self._leaders: dict[tuple[str, tuple[int, ...]], Sequence] = {}
-        self._common: dict[int, tuple[int, int]] = {}  # by a follower's seq_id: its leader's, and how much they share
+        self._common: dict[int, tuple[int, int]] = {}  # by seq_id: the leader's, and the tokens shared with it
 
     def begins(self, sequence: Sequence) -> None:
         """A sequence was admitted."""
@@ -53,7 +53,7 @@ class PrefixLeaders:
         return sequence.cache_salt, tuple(sequence.tokens[: self._block_size])
 
     def _shared(self, leader: Sequence, follower: Sequence) -> int:
-        """Tokens that both begin with."""
+        """How many tokens both begin with."""
         number, shared = self._common.get(follower.seq_id, (-1, 0))
         if number != leader.seq_id:
             shared = _common_length(leader.tokens, follower.tokens)

@@ -27,10 +27,10 @@ class PrefixMatch:
     """The known prefix of some tokens at a `version` of the index.
 
     Args:
-        blocks: those that going on from the prefix takes, group by group.
-        nodes, places: its pages.
-        whole: how many of the pages groups without a window have.
-        length: how many of the pages can be gone on from.
+        blocks: the blocks that a sequence needs to go on from the prefix, group by group.
+        nodes, places: the pages of the prefix.
+        whole: how many of the pages have a block in all groups without a window.
+        length: how many of the pages a sequence can go on from.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class PrefixIndex:
     several.
 
     Args:
-        num_blocks: of the pool, `block_size` tokens each.
+        num_blocks: blocks of the pool, `block_size` tokens each.
         groups: KV cache groups; empty where all layers see all tokens.
         references: how many sequences hold each block; the pool keeps it up to date.
 
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._has_windows = any(group.window for group in self.groups)
         self._next_node = 1
         self._numbers = [0] * num_blocks if self._has_windows else self.nodes  # the node at each place
-        self._parents: list[int | str] = [0] * num_blocks  # a node or a salt
+        self._parents: list[int | str] = [0] * num_blocks  # a node or a salt, at each place
         self._tokens: list[_Tokens] = [()] * num_blocks
         self._children: dict[int | str, int | dict[_Tokens, int]] = {}  # of a parent: its only one's place, or several
         # With windows: each group's block or PASSED, by place; the place of each node; and places without a page.
@@ -119,7 +119,7 @@ class PrefixIndex:
         known.version = self.version
 
     def _measure(self, known: PrefixMatch) -> None:
-        """Find how many of its pages groups without a window have, and how many can be gone on from."""
+        """Find `whole` and `length` of a match."""
         pages = [self._held[place] for place in known.places]
         length = len(pages)
         for number, group in enumerate(self.groups):
@@ -137,7 +137,7 @@ class PrefixIndex:
         known.blocks = [block for _, blocks, sinks in tables for block in sinks + blocks]
 
     def _gap(self, pages: list[list[int]], length: int) -> int | None:
-        """The last of so many pages that a window sees behind them, and has no block of."""
+        """The last of `length` pages that a window needs to go on behind them, but has no block of."""
         size, groups = self._block_size, enumerate(self.groups)
         firsts = [(number, group.first(length * size, size)) for number, group in groups if group.window]
         for at in range(length - 1, min(first for _, first in firsts) - 1, -1):
@@ -146,7 +146,7 @@ class PrefixIndex:
         return None
 
     def table(self, number: int, places: list[int]) -> tuple[int, list[int], list[int]]:
-        """What a group has of these pages, as far as it needs that to go on behind them: the parts of a BlockTable."""
+        """The parts of a BlockTable with which a group can go on behind these pages."""
         if not self._has_windows:
             return 0, list(places), []
         group, pages, size = self.groups[number], [self._held[place] for place in places], self._block_size
@@ -171,8 +171,8 @@ class PrefixIndex:
         makes way.
 
         Args:
-            blocks: of the first group; PASSED where it has none, as in those of `further` groups.
-            tokens: of all these pages.
+            blocks: the blocks of the first group; PASSED where it has none, which holds for `further` groups too.
+            tokens: the tokens of all these pages.
 
         Returns:
             The node that later pages hang from.
@@ -208,7 +208,7 @@ class PrefixIndex:
         return self.nodes[block]
 
     def _register_page(self, blocks: list[int], parent: int | str, tokens: _Tokens) -> int:
-        """Enter what groups have of a page, which may be there already."""
+        """Enter the blocks that groups have of a page, which may be there already."""
         place = self.child(parent, tokens)
         if place is None:
             place = self._new_place()
@@ -226,7 +226,7 @@ class PrefixIndex:
         return node
 
     def _new_place(self) -> int:
-        """A place of a page without blocks."""
+        """A place for a new page without blocks."""
         if not self._free:  # there can be more pages than blocks
             self._free.append(len(self._numbers))
             self._numbers.append(0)
@@ -271,7 +271,7 @@ class PrefixIndex:
             up = self._places.get(self._parents[up])
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Take registered blocks out."""
+        """Take registered blocks out of the tree."""
         if self._has_windows:
             for block in blocks:
                 place, self.nodes[block] = self._places[self.nodes[block]], 0
@@ -282,7 +282,7 @@ class PrefixIndex:
         self.version += 1
 
     def clear(self) -> None:
-        """Take all out."""
+        """Take all pages out of the tree."""
         self.nodes[:] = [0] * len(self.nodes)
         self._numbers[:] = [0] * len(self._numbers)
         self._children.clear()

@@ -9,11 +9,11 @@ from headway.policy.kv_blocks import KVBlocks
 
 @dataclass(frozen=True, slots=True)
 class PreloadedPrompt:
-    """What prompts begin with.
+    """A beginning that prompts share.
 
     Args:
         where: what an error calls it, as the line of a file.
-        cache_salt: of the requests that begin so.
+        cache_salt: the salt of the requests that begin so.
     """
 
     where: str
@@ -45,9 +45,8 @@ def room_for(
         for at in range(0, len(prompt.token_ids) // size * size, size):
             parent = nodes.setdefault((parent, tuple(prompt.token_ids[at : at + size])), len(nodes) + 1)
         pages = len(prompt.token_ids) // size
-        seen = sum(
-            min(group.sinks + group.known, pages) for group in pool.groups
-        )  # by windows, at the end of this prompt
+        # What windows see at the end of this prompt stays too.
+        seen = sum(min(group.sinks + group.known, pages) for group in pool.groups)
         count = len(nodes) * whole + ends + seen
         needed = f"{prompt.where}: with this prompt of {len(prompt.token_ids)} tokens, {count} blocks must stay"
         if count > room:

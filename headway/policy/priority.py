@@ -13,7 +13,7 @@ from headway.policy.victims import Displacement
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """Lower values first; each is worth some seconds of waiting (`order.priority`)."""
+    """Serves lower priority values first; each is worth some seconds of waiting (`order.priority`)."""
 
     orders = PRIORITY
     uses_priority = True

@@ -29,11 +29,11 @@ from headway.policy.step_time import StepTimeModel, StepWork
 URGENT_SHARE = 0.5
 # The share of the time between two tokens that decoding alone may take; the rest is for prompts.
 DECODE_SHARE = 0.8
-# Of a step's prompt tokens that one who has starved may take while prompts are promised.
+# The share of a step's prompt tokens that a starved sequence may take while prompts are promised.
 STARVED_SHARE = 0.25
 # How many waiting prompts have their end predicted in a step, from the first deadline on.
 LOOKED_AT = 32
-# Steps for which a predicted work of a prompt that waits is good, unless somebody would yield by it.
+# The predicted work of a waiting prompt is used for so many steps, unless a sequence would yield because of it.
 _WORK_HOLDS = 16
 # A sequence without a promise is left out of steps for at most this long.
 MOST_LEFT_OUT_NS = 2_000_000_000
@@ -66,7 +66,7 @@ class Outlook:
     """The limits of a step.
 
     Args:
-        slack_ns: until the tightest promised token is due, less a margin; infinite where none is promised.
+        slack_ns: the time until the tightest promised token is due, less a margin; infinite where none is promised.
         tightest: the sequence whose token that is.
         left_out: decoding sequences that get no token in the step.
         urgent: a prompt for which others are held back.
@@ -85,7 +85,7 @@ class _Promised:
     count: int = 0
     context: int = 0
     tpot_ns: int = NEVER
-    least_tpot_ns: float = 0.0  # of one that decodes alone; what is tighter can't be kept
+    least_tpot_ns: float = 0.0  # the time per token of one that decodes alone; a tighter objective can't be kept
 
     def add(self, sequence: Sequence) -> None:
         self.count += 1
@@ -96,11 +96,11 @@ class _Promised:
 
 @dataclass(slots=True)
 class _Decoding:
-    """Those of a step who decode with a promise.
+    """The sequences of a step that decode with a promise.
 
     Args:
-        context: tokens that they have computed.
-        alike: when their latest tokens came and the time per token that they are promised, with one of whom that is so.
+        context: how many tokens they have computed.
+        alike: one of the sequences for each pair of when the latest token came and the promised time per token.
     """
 
     count: int = 0
@@ -114,7 +114,7 @@ class _Decoding:
         return cls(len(promised), context, {(each.last_token_ns, each.tpot_ns): each for each in promised})
 
     def tightest_ns(self, least_ns: float = 0.0) -> int:
-        """The least time per token that is promised, of those that are no less than this."""
+        """The least promised time per token that is not below `least_ns`."""
         return min([tpot_ns for _, tpot_ns in self.alike if tpot_ns >= least_ns], default=NEVER)
 
 
@@ -123,10 +123,10 @@ class Promises:
 
     Args:
         step_tokens: most tokens of a step.
-        known_tokens: of a waiting sequence: those of its prompt that are in the prefix cache.
+        known_tokens: says how many tokens of a waiting sequence need not be computed.
 
     Attributes:
-        are_prompts_promised: first tokens, of those who yielded() was asked about.
+        are_prompts_promised: some prompts that yielding() looked at last are promised their first token.
     """
 
     def __init__(self, step_time: StepTimeModel, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
@@ -154,7 +154,7 @@ class Promises:
         self.between_steps_ns += _FOLLOWED * (beside - self.between_steps_ns)
 
     def step_ns(self, decoding: int, context: int) -> float:
-        """How long a step takes, with its margin, in which so many sequences of so many tokens in all decode."""
+        """How long a step takes in which so many sequences decode, with so many tokens in all; margin included."""
         work = StepWork(decode_tokens=decoding, decode_context=context)
         return self.margin * self._step_time.predict_ns(work) + self.between_steps_ns
 
@@ -166,8 +166,8 @@ class Promises:
         """Which promised prompts yield, and the first of the others that is urgent.
 
         Args:
-            prompts: promised ones in order of their deadlines, and what else is computed before them.
-            fair: where tenants take turns, those that wait.
+            prompts: the promised prompts in order of their deadlines, and what else is computed before them.
+            fair: the waiting sequences, where tenants take turns.
         """
         self._decoding = _Decoding.of(decoding)
         if not prompts:
@@ -175,8 +175,8 @@ class Promises:
         if not prompts or not self._step_time.is_trained:
             return [], None
         self._passes += 1
-        yields, urgent = self._pass(prompts, now, fair, refresh=False)
-        return self._pass(prompts, now, fair, refresh=True) if yields else (yields, urgent)
+        yields, urgent = self._find_yielding(prompts, now, fair, refresh=False)
+        return self._find_yielding(prompts, now, fair, refresh=True) if yields else (yields, urgent)
 
     def has_no_prompts(self) -> None:
         """Nobody waits for a first token in the step that begins."""
@@ -184,10 +184,10 @@ class Promises:
             self._passes += 1
             self.are_prompts_promised = False
 
-    def _pass(
+    def _find_yielding(
         self, prompts: list[Sequence], now: int, fair: FairSequences | None, refresh: bool
     ) -> tuple[list[Yield], Sequence | None]:
-        """yielding(), with the work of all prompts predicted anew, or of some that wait as it was some steps ago."""
+        """What yielding() returns. Unless `refresh`, the work of some waiting prompts was predicted some steps ago."""
         pace, refreshed = self._pace(), self._passes % _WORK_HOLDS
         done, kept = float(now), list[_Kept]()
         gone: dict[int, Yield] = {}
@@ -318,8 +318,9 @@ class Promises:
 
 
 def _give_up(kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]) -> float:
-    """Move prompts of the heap `kept` to `gone` until `current` is in time or has been given up itself; returns when
-    the others are done.
+    """Move prompts of the heap `kept` to `gone` until `current` is in time or has been given up itself.
+
+    Returns when the others are done.
     """
     last_first = list[_Kept]()
     while kept and done > current.planned_ns and not (last_first and last_first[-1][3] is current):
@@ -339,8 +340,9 @@ def _give_up(kept: list[_Kept], current: Sequence, done: float, backlog_ns: floa
 def _give_up_in_turn(
     fair: FairSequences, kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]
 ) -> float:
-    """As _give_up(), until `current` is in time or has been given up itself, where tenants take turns: of the last
-    class, those of the tenant yield that would be served most. Those whose tenant is owed them stay.
+    """Do what _give_up() does, where tenants take turns.
+
+    Of the last class, those of the tenant yield that would be served most. A sequence that is owed to its tenant stays.
     """
     given, owed = list[_Kept](), [each for each in kept if fair.is_owed(each[3])]
     kept[:] = [each for each in kept if each not in owed]

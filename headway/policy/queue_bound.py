@@ -31,8 +31,8 @@ class QueueLimits:
     """The most that may be in the server at once; infinite for no limit.
 
     Args:
-        choices: waiting or running.
-        tokens: of prompts that have no output yet.
+        choices: most choices that wait or run.
+        tokens: most tokens of prompts that have no output yet.
     """
 
     choices: float = math.inf
@@ -42,7 +42,7 @@ class QueueLimits:
     def for_engine(
         cls, max_num_seqs: int, pool_tokens: int, choices: float | None = None, tokens: float | None = None
     ) -> QueueLimits:
-        """What the operator chose, or where that is None what suits an engine of this size."""
+        """The limits that the operator chose; where one is None, the limit that suits an engine of this size."""
         return cls(
             DEFAULT_BATCHES * max_num_seqs if choices is None else choices,
             DEFAULT_BATCHES * pool_tokens if tokens is None else tokens,
@@ -65,8 +65,8 @@ class Refusal:
     """Why a request may not come in: there are `present` units, and with those `asked` for there would be over `limit`.
 
     Args:
-        bound: that would be overstepped.
-        kept: by how much `limit` is less than the bound's, for other classes.
+        bound: the bound that would be overstepped.
+        kept: how many units of the bound's limit are left to other classes; `limit` does not count them.
     """
 
     bound: QueueBound
@@ -78,13 +78,13 @@ class Refusal:
 
     @property
     def is_final(self) -> bool:
-        """Even an empty server would have no room for it."""
+        """Whether even an empty server would have no room for it."""
         return self.asked > self.limit
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Units a second, of late: counts fade with a time constant of _RATE_WINDOW_NS."""
+    """A rate in units a second, in which counts fade with a time constant of _RATE_WINDOW_NS."""
 
     began_ns: int = 0
     last_ns: int = 0
@@ -99,7 +99,7 @@ class _Rate:
         return self.faded * math.exp((self.last_ns - now) / _RATE_WINDOW_NS)
 
     def per_second(self, now: int) -> float:
-        """0 until something has been counted for some time."""
+        """The rate at this time; 0 until something has been counted for some time."""
         observed = 1.0 - math.exp((self.began_ns - now) / _RATE_WINDOW_NS) if self.began_ns else 0.0
         return self._at(now) / observed / (_RATE_WINDOW_NS * 1e-9) if observed > 0 else 0.0
 
@@ -109,7 +109,7 @@ class QueueBound:
     """Counts the requests in the server, and refuses those that would be too many. Times are the caller's nanoseconds.
 
     Args:
-        service_class: whose requests count; empty for all.
+        service_class: the class whose requests count; empty for all.
     """
 
     limits: QueueLimits
@@ -125,7 +125,7 @@ class QueueBound:
         return self.choices >= self.limits.choices or self.tokens >= self.limits.tokens
 
     def refusal(self, choices: int = 0, tokens: int = 0, kept: Kept = NOTHING) -> Refusal | None:
-        """Why so many units more are too many; None where they are not. `kept` must be left to others."""
+        """Why a request for so many more units is refused; None where it is not. `kept` must be left to others."""
         if choices and self.choices + choices + kept.choices > self.limits.choices:
             limit = int(self.limits.choices) - kept.choices
             return Refusal(self, "choices", choices, self.choices, limit, kept.choices)
@@ -172,7 +172,7 @@ class TenantBound(QueueBound):
 
     Args:
         of_all: the bound that it shares.
-        weight: of the tenant.
+        weight: the weight of the tenant.
     """
 
     of_all: QueueBound | None = None
@@ -180,7 +180,7 @@ class TenantBound(QueueBound):
     weight: float = 1.0
 
     def refusal(self, choices: int = 0, tokens: int = 0, kept: Kept = NOTHING) -> Refusal | None:
-        """As QueueBound.refusal(); a tenant that has nothing here yet is not refused."""
+        """Why so many more units are too many for the tenant; None where they are not, or where it has nothing here."""
         assert self.of_all is not None
         limits = self.of_all.limits
         for unit, asked, held, free in (
@@ -197,7 +197,7 @@ class Place:
     """One request's share of the queue, until it gives it back: its choices, and its prompts without output.
 
     Args:
-        bounds: that it counts for; the first is that on all.
+        bounds: the bounds that it counts for; the first is the one on all.
         kept: what it must leave to other classes in the bound on all.
     """
 
@@ -208,7 +208,7 @@ class Place:
         self._prompts: list[int] = []  # tokens of each prompt; 0 once it has had an output
 
     def take(self, choices: int = 0, prompts: Sequence[int] = ()) -> Refusal | None:
-        """Take choices, and prompts of so many tokens. Where they are too many: why, and nothing is taken."""
+        """Take choices, and prompts of so many tokens. Where they are too many, take nothing and say why."""
         tokens = sum(prompts)
         kept = self._kept()
         for bound in self._bounds:
@@ -275,7 +275,7 @@ class Queues:
             bound.weight = (weights or {}).get(name, 1.0)
 
     def place(self, service_class: str, tenant: str = DEFAULT_TENANT) -> Place:
-        """For a request of a class and a tenant, with nothing in it."""
+        """An empty place for a request of a class and a tenant."""
         bounds = [self.of_all, self.of_class[service_class]]
         if self._weights is not None:
             weight = self._weights.get(tenant, 1.0)
@@ -294,5 +294,5 @@ class Queues:
 
 
 def _share_of(limit: float, share: float) -> int:
-    """Nothing is kept of what has no limit."""
+    """The share of a limit in whole units; 0 where there is no limit."""
     return math.floor(share * limit) if limit < math.inf else 0

@@ -20,12 +20,12 @@ from headway.policy.output_lengths import OutputBound
 from headway.policy.tenants import DEFAULT_TENANT, Limits, TenantTable
 
 MINUTE_US = 60_000_000
-TOTAL = ""  # whose meters are those of all tenants together
+TOTAL = ""  # the name under which all tenants together have meters
 UNITS = ("requests", "tokens")
 
 
 class Meter(msgspec.Struct, array_like=True, gc=False):
-    """A budget, and the sums of what was taken from it: reserved is settled, refunded, or outstanding.
+    """A budget, and the sums of what was taken from it. What was reserved is settled, refunded, or outstanding.
 
     Args:
         limit: units a minute; 0 for no limit.
@@ -44,20 +44,20 @@ class Meter(msgspec.Struct, array_like=True, gc=False):
         return self.reserved - self.settled - self.refunded
 
     def level_at(self, now: int) -> int:
-        """What is left, in units times MINUTE_US."""
+        """What is left of the budget, in units times MINUTE_US."""
         return min(self.limit * MINUTE_US, self.level + self.limit * max(0, now // 1000 - self.at_us))
 
     def left(self, now: int) -> int:
-        """Whole units; not below 0."""
+        """How many whole units are left; not below 0."""
         return max(0, self.level_at(now) // MINUTE_US)
 
     def wait_ns(self, asked: int, now: int) -> int:
-        """Until so many units can be had, to the microsecond; 0 for now."""
+        """Nanoseconds until so many units can be had, in whole microseconds; 0 where they can be had now."""
         missing = asked * MINUTE_US - self.level_at(now)
         return -(-missing // self.limit) * 1000 if self.limit and missing > 0 else 0
 
     def set_limit(self, limit: int, now: int) -> None:
-        """What was used of a budget that grows stays used; one that shrinks keeps what fits into it."""
+        """Change the limit. If it grows, what was used stays used; if it shrinks, what is left is cut to the limit."""
         level = self.level_at(now)
         grows = limit > self.limit > 0
         full = limit * MINUTE_US
@@ -69,7 +69,7 @@ class Meter(msgspec.Struct, array_like=True, gc=False):
         self._add(-count, now)
 
     def settle(self, reserved: int, used: int, now: int) -> None:
-        """Of what was reserved, or beyond it, so much was used."""
+        """Settle a reservation by what was used: refund the rest of it, or take what was used beyond it."""
         self.reserved += max(0, used - reserved)
         self.settled += used
         self.refunded += max(0, reserved - used)
@@ -86,7 +86,7 @@ class _Record(msgspec.Struct, tag=str.lower, gc=False):
 
 
 class Reserve(_Record):
-    """A request was admitted: 1 request, and so many tokens."""
+    """A request was admitted, which takes one request and so many tokens."""
 
     number: int
     tenant: str
@@ -94,17 +94,17 @@ class Reserve(_Record):
 
 
 class Settle(_Record):
-    """It has ended, with so many tokens used; None where it failed, and is charged nothing."""
+    """A request has ended and used so many tokens; None where it failed, and is charged nothing."""
 
     number: int
     tokens: int | None = None
 
 
 class State(_Record):
-    """All that there is, in place of all records before.
+    """The whole state, in place of all records before.
 
     Args:
-        meters: of requests and of tokens, by tenant.
+        meters: the meters of each tenant, for requests and for tokens.
         open: requests that have not ended.
     """
 
@@ -124,7 +124,7 @@ class OverLimit:
         tenant: whose limit it is; TOTAL for that of all.
         unit: requests | tokens
         asked, left: units.
-        wait_ns: until it may.
+        wait_ns: the time until it may come in.
     """
 
     tenant: str
@@ -140,7 +140,7 @@ class Quotas:
 
     Args:
         write: is given each change before it is made. What it raises goes to the caller, and nothing has changed.
-        past: records of before, which begin with a State. Requests that had not ended are refunded.
+        past: earlier records, which begin with a State. Requests that had not ended are refunded.
 
     Raises:
         ValueError: the records do not go together.
@@ -163,7 +163,7 @@ class Quotas:
         self.set_tenants(table, now)
 
     def set_tenants(self, table: TenantTable, now: int) -> None:
-        """From now on the limits of another table. What was used stays used."""
+        """Replace all limits by those of another table. What was used stays used."""
         limits: dict[str, Limits] = {DEFAULT_TENANT: Limits(), TOTAL: table.total} | {each.name: each for each in table}
         in_use = {each.tenant for each in self.open.values()}
         self.meters = {name: both for name, both in self.meters.items() if name in limits or name in in_use}
@@ -175,15 +175,15 @@ class Quotas:
         self.compact(now)
 
     def compact(self, now: int) -> None:
-        """Write all of it in place of the records so far."""
+        """Write the whole state in place of the records so far."""
         self._write(self.state(now))
 
     def of(self, tenant: str) -> tuple[Meter, Meter]:
-        """The meters of its requests and of its tokens."""
+        """The meters of a tenant's requests and of its tokens."""
         return self.meters.setdefault(tenant, (Meter(), Meter()))
 
     def state(self, now: int) -> State:
-        """All of it as a record, which shares its meters."""
+        """The whole state as a record, which shares the meters."""
         return State(now, self.meters, self.open, self._next_number)
 
     def over_limit(self, tenant: str, tokens: int | None, now: int) -> OverLimit | None:
@@ -215,14 +215,14 @@ class Quotas:
         return record.number
 
     def expected_output(self, tenant: str, allowed: int) -> int:
-        """Tokens to reserve for an output that may have so many: hardly any of the tenant's of late had more."""
+        """How many tokens to reserve for an output that may have `allowed`: few late outputs of the tenant had more."""
         return self._outputs[tenant].expected(allowed) if tenant in self._outputs else allowed
 
     def settle(self, number: int, tokens: int | None, now: int, outputs: Sequence[int] = ()) -> None:
         """The request with this reservation has used so many tokens; None where it has failed.
 
         Args:
-            outputs: lengths of those that came to their own end.
+            outputs: lengths of the outputs that came to their own end.
         """
         tenant, record = self.open[number].tenant, Settle(now, number, tokens)
         self._write(record)

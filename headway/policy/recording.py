@@ -1,8 +1,8 @@
 """The records of an engine's steps, and the scheduler that makes them.
 
-They hold all that the scheduler was told, with the times, and all that it decided. So the same decisions can be made
-again. They hold no text and no token ids, only how many tokens there are and a number for each block of them. Blocks
-that the prefix cache takes for equal have equal numbers.
+The records hold all that the scheduler was told, with the times, and all that it decided. So the same decisions can be
+made again. They hold no text and no token ids, only how many tokens there are and a number for each block of them.
+Blocks that the prefix cache takes for equal have equal numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class RecordedEngine(_Record, tag="engine"):
     """The first record of an engine. All times are nanoseconds of its clock.
 
     Args:
-        format: of the recording.
-        version: of Headway.
-        settings: of the engine, by the names of its flags.
+        format: the version of the recording's format.
+        version: the version of Headway.
+        settings: settings of the engine, by the names of its flags.
         scheduler: fields of SchedulerConfig; None for what is infinite.
         began_ns, began_unix_s: the same moment, on the engine's clock and on the wall clock.
     """
@@ -79,7 +79,7 @@ class Arrival(_Record):
         sent_ns: when it was handed over to the engine.
         due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
         parent: the first choice of its request, whose prompt it shares.
-        wants_logits: of its prompt, for prompt_logprobs.
+        wants_logits: the logits of its prompt are wanted, for prompt_logprobs.
         pins_prompt: its prompt's blocks stay for good.
         pools: how a vector is made of it, in place of tokens; empty where none is.
     """
@@ -108,7 +108,7 @@ class End(_Record):
     """A sequence has finished or was aborted. Only aborts are told to the scheduler; other ends follow from the steps.
 
     Args:
-        length: its tokens.
+        length: how many tokens it has.
         blocks: numbers of its full blocks after those of its Arrival.
     """
 
@@ -171,7 +171,7 @@ class Step(_Record):
 
 
 def _with_infinities(value: Any) -> Any:
-    """With infinities, which JSON writes as null."""
+    """A value read from JSON with each null replaced by infinity, which is written as null."""
     if isinstance(value, dict):
         return {key: _with_infinities(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -185,7 +185,7 @@ Write = Callable[[Record, bool], None]
 
 @dataclass(slots=True)
 class _Chain:
-    """The numbered blocks of a sequence: how many tokens, and the last number, which depends on those before it."""
+    """The numbered blocks of a sequence: how many tokens they have, and the last number, which depends on all."""
 
     sequence: Sequence
     tokens: int
@@ -193,7 +193,7 @@ class _Chain:
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that says what it is told and what it decides.
+    """A scheduler that records what it is told and what it decides.
 
     Args:
         write: called with each record, and whether the engine has nothing left to do.
@@ -244,7 +244,7 @@ class RecordedScheduler(Scheduler):
         self._write_ends([sequence], now)
 
     def _write_ends(self, sequences: Iterable[Sequence], now: int) -> None:
-        """Write of those that have finished."""
+        """Write an End for each of these sequences that has finished."""
         for sequence in sequences:
             if sequence.finish_reason is not None and (chain := self._chains.pop(sequence.seq_id, None)) is not None:
                 blocks = self._number(chain, sequence.tokens)

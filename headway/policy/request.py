@@ -90,7 +90,7 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """Entries, those before the first block included."""
+        """How many entries the table has, those before the first block included."""
         return self.first + len(self.blocks)
 
     def entries(self, start: int, end: int) -> list[int]:
@@ -163,7 +163,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     def __lt__(self, other: Sequence) -> bool:
-        """It came before another: what decides between equal keys."""
+        """Whether it came before another, which decides between equal keys."""
         return self.seq_id < other.seq_id
 
     @property
@@ -183,19 +183,19 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """Those of all its tables."""
+        """The blocks of all its tables, table by table."""
         if len(self.tables) == 1:
             return self.tables[0].held
         return [block for table in self.tables for block in table.held]
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens known but not yet in the cache."""
+        """How many tokens are known but not yet in the cache."""
         return len(self.tokens) - self.num_computed
 
     @property
     def planned_ns(self) -> int:
-        """When its first token is to be there: by its objective, or since it has yielded."""
+        """When its first token is to be there: by its objective, or as planned when it yielded."""
         return self.renewed_ns or self.due_ns
 
     @property

@@ -33,7 +33,7 @@ class Router(ABC):
 
 
 class RoundRobin(Router):
-    """One after the other, whatever their weights."""
+    """Chooses one server after the other, whatever their weights."""
 
     _next = 0
 
@@ -44,7 +44,7 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(Router):
-    """Where the fewest choices would be, by weight, and of these where the fewest prompt tokens wait."""
+    """Chooses the server with the fewest choices by weight, and of equal ones that with the fewest prompt tokens."""
 
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         loads: list[tuple[float, float]] = [(each.of_all.choices + 1, each.of_all.tokens) for each in queues]
@@ -55,7 +55,7 @@ class LeastLoaded(Router):
 
 
 class PrefixAffinity(Router):
-    """Prompts that begin alike go to the same server, whose prefix cache knows them, unless it has too much to do.
+    """Sends prompts that begin alike to one server, whose prefix cache knows them, unless it has too much to do.
 
     Servers are ranked for each beginning by a hash of both (rendezvous hashing, Thaler and Ravishankar, 1998), and the
     first one that is not overloaded gets the request (bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018).
@@ -71,7 +71,7 @@ class PrefixAffinity(Router):
 
 
 class ClassAware(Router):
-    """Where the fewest prompt tokens wait that would go before it: of its own class and of more urgent ones."""
+    """Chooses the server where the fewest prompt tokens of the request's class and of more urgent ones wait."""
 
     def choose(self, request: Request, queues: Sequence[Queues], weights: Sequence[float] = ALIKE) -> int:
         names = [each.name for each in self._classes]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScalingRule:
-    """As many replicas as hold `choices` each, within limits.
+    """The rule for the number of replicas: as many as are needed for each to have `choices`, within limits.
 
     Args:
-        least, most: replicas.
-        choices: of requests, that wait or run, which one replica is to have.
+        least, most: limits of the number of replicas.
+        choices: how many choices of requests, waiting or running, one replica is to have.
         down_after_s: a replica goes when it was not needed for so long; more are started at once.
 
     Raises:
@@ -44,7 +44,7 @@ class Scaler:
         self._needed: deque[tuple[int, int]] = deque()  # when, and how many; falling
 
     def wanted(self, choices: int, now: int) -> int:
-        """Replicas for so many choices in all; asked in order of time, nanoseconds."""
+        """How many replicas are wanted for so many choices in all; to be asked in order of `now`, in nanoseconds."""
         rule, needed = self.rule, self._needed
         count = min(max(math.ceil(choices / rule.choices), rule.least), rule.most)
         while needed and needed[-1][1] <= count:

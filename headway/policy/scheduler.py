@@ -73,7 +73,7 @@ class Scheduler:
         self.running = self.sequences.running
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
-        self._evictions: Counter[tuple[str, str]] = Counter()  # until the step before
+        self._evictions: Counter[tuple[str, str]] = Counter()  # counted up to the step before
         self._drafts: dict[int, list[int]] = {}
 
     @property
@@ -86,11 +86,11 @@ class Scheduler:
 
     @property
     def has_drafts(self) -> bool:
-        """The next step is to try some."""
+        """Whether the next step is to try drafts."""
         return bool(self._drafts)
 
     def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
-        """New requests are of these classes, and sequences that are there keep theirs; tenants have these weights."""
+        """Set the classes of new requests, and the weights of tenants. Sequences that are there keep their classes."""
         self.config = replace(self.config, classes=classes, weights=weights)
         self.sequences.set_config(self.config)
 
@@ -141,7 +141,7 @@ class Scheduler:
         return plan
 
     def _begin(self, now: int) -> Step:
-        """End who has waited too long, and see who runs."""
+        """End sequences that have waited too long, and sort those that run into decodes and prompts."""
         sequences = self.sequences
         step = Step(now, sequences, [], [], StepPlan(), Decision(now))
         for sequence in sequences.unserved.expired(now):
@@ -152,7 +152,7 @@ class Scheduler:
         return step
 
     def _settle_who_decodes(self, step: Step) -> None:
-        """Take out who was preempted, and who is left out: everybody where prompts are computed alone."""
+        """Take out of the decodes who was preempted or is left out; where prompts are computed alone, take out all."""
         if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
             step.left_out = step.decoding
         if step.plan.preempted:
@@ -190,8 +190,10 @@ class Scheduler:
         return step_time.predict_ns(work)
 
     def _budget_beside(self, decodes: StepWork, slack_ns: float) -> StepBudget:
-        """What a step with these decodes has left for prompts. It may last as long as they have time, or where they
-        have no objective (infinite), prompts may hold them up for max_prefill_stall_ms.
+        """What a step with these decodes has left for prompts.
+
+        The step may last for `slack_ns`. Where that is infinite, as the decodes have no objective, prompts may hold
+        them up for max_prefill_stall_ms.
         """
         tokens, least = self.config.max_num_batched_tokens - decodes.decode_tokens, self.blocks.block_size
         step_time = self.accounting.step_time
@@ -221,7 +223,7 @@ class Scheduler:
         return False
 
     def _victim(self, plan: StepPlan) -> Sequence:
-        """The next to be preempted, of those who have no token of this step yet."""
+        """The sequence that is preempted next, of those that have no token of this step yet."""
         scheduled = {item.seq_id for item in plan.scheduled}
         return max((s for s in self.running if s.seq_id not in scheduled), key=self.policy.orders.victims)
 
@@ -269,7 +271,7 @@ class Scheduler:
     def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
         """Give a prompt its next chunk.
 
-        There are blocks for it, but where others share what its windows have passed: then these may have to go.
+        There are blocks for it, unless others share what its windows have passed: then some of those may be preempted.
         """
         start, wanted = sequence.num_computed, sequence.num_to_compute
         most = min(wanted, self.policy.most_tokens(sequence, budget))
@@ -301,7 +303,7 @@ class Scheduler:
         """Admit waiting sequences in order, or only those who come `before` another; returns why it stopped."""
         policy, sequences, waiting = self.policy, self.sequences, self.sequences.waiting
         passed: list[Sequence] = []
-        is_closed = False  # but for those whom the policy lets pass
+        is_closed = False  # once it is True, only those whom the policy lets pass are admitted
         for sequence in sequences.candidates(1 if self._is_full(budget) else None):
             if before is not None and waiting.comes_before(before, sequence):
                 break
@@ -415,7 +417,10 @@ class Scheduler:
         return changed
 
     def _end_of_pooled(self, sequence: Sequence, told: Collection[int] | None, now: int) -> FinishReason | None:
-        """Whether a sequence ends that a vector is wanted of: None in place of tokens says that it is no numbers."""
+        """Why a sequence that is to give a vector ends; None while it goes on.
+
+        `told` is None where the vector is not made of numbers.
+        """
         if told is None:
             return FinishReason.ERROR
         if sequence.num_to_compute:
@@ -424,7 +429,7 @@ class Scheduler:
         return FinishReason.STOP
 
     def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The running sequences that have no part in a step of these."""
+        """The running sequences that have no part in a step of these sequences."""
         if len(sequences) == len(self.running):
             return []
         ran = {sequence.seq_id for sequence in sequences}
@@ -454,7 +459,7 @@ class Scheduler:
             pass
 
     def check_by_parts(self) -> Iterator[None]:
-        """check() with pauses, as KVBlocks.check_by_parts()."""
+        """Do check() with pauses; KVBlocks.check_by_parts() says when."""
         yield from self.blocks.check_by_parts(sequence.held_blocks for sequence in self.running)
         if any(sequence.held_blocks for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")

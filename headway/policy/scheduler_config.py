@@ -25,11 +25,11 @@ class SchedulerConfig:
         max_prefill_stall_ms: prompts may hold up others for at most this many ms a step, or for as long as the others
             take alone where that is longer; may be infinite. Without chunked prefill there is no bound.
         max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
-        classes: of requests, with their objectives.
-        watermark: share of the pool that admission leaves free for those who run, and most of it that is kept free of
+        classes: classes of requests, with their objectives.
+        watermark: share of the pool that admission leaves free for those who run, and the most that is kept free of
             each class's share for those to come.
-        weights: of tenants, who take turns by them; where there are none, tenants make no difference.
-        sharing: of steps between prompts and decodes.
+        weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
+        sharing: how prompts and decodes share steps.
         swap: host memory for the KV of preempted sequences.
 
     Raises:
@@ -68,7 +68,7 @@ class SchedulerConfig:
             )
 
     def kept_free(self, num_blocks: int) -> int:
-        """Blocks of such a pool that the watermark stands for."""
+        """How many blocks of a pool of `num_blocks` the watermark stands for."""
         return max(1, int(self.watermark * num_blocks))
 
 

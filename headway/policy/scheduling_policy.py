@@ -19,7 +19,7 @@ NO_LIMIT = 2**31
 
 
 class SchedulingPolicy:
-    """Decides what is left open by blocks, seats and the budget of a step. docs/scheduling-policies.md explains it.
+    """Decides what blocks, seats and the budget of a step leave open. docs/scheduling-policies.md explains it.
 
     Nothing here may read a clock or chance: the same calls give the same answers, so that a recording can be replayed.
 
@@ -61,7 +61,7 @@ class SchedulingPolicy:
         """A running sequence has its first token, or its vector."""
 
     def leaves(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """A running sequence is preempted (no reason), or any ends. Its status has not changed yet."""
+        """A running sequence is preempted (`reason` is None), or any sequence ends. Its status has not changed yet."""
 
     def set_config(self, config: SchedulerConfig) -> None:
         """Classes of requests or weights of tenants have changed, or blocks of the pool stay in use for good."""
@@ -70,16 +70,16 @@ class SchedulingPolicy:
     # --- before a step ------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
-        """May let sequences yield, end or give up their places, leave some out of the step, or have it wait."""
+        """Let sequences yield, end or give up their places, leave some out of the step, or have it wait."""
 
     # --- what the step is made of -------------------------------------------------------------------
 
     def make_room(self, decoding: list[Sequence], step: Step) -> list[Sequence]:
-        """Who of those gets a token. Where blocks run out for them, the scheduler preempts."""
+        """The decoding sequences that get a token. Where blocks run out for them, the scheduler preempts."""
         return decoding
 
     def most_drafts(self, decodes: StepWork) -> int:
-        """Drafts that a step with these decodes may try."""
+        """How many drafts a step with these decodes may try."""
         return NO_LIMIT
 
     def time_for(self, decodes: StepWork, running: Iterable[Sequence]) -> float:
@@ -87,7 +87,7 @@ class SchedulingPolicy:
         return math.inf
 
     def most_tokens(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Tokens of its prompt that a sequence may take of what the step has left."""
+        """How many tokens of its prompt a sequence may take of what the step has left."""
         return sequence.num_to_compute
 
     def takes(self, sequence: Sequence, count: int) -> None:
@@ -100,19 +100,19 @@ class SchedulingPolicy:
         return True
 
     def spare_for(self, sequence: Sequence, spare: int) -> int:
-        """Blocks that must stay free when a sequence is admitted; `spare` without a policy."""
+        """How many blocks must stay free when a sequence is admitted; `spare` is what the scheduler leaves free."""
         return spare
 
     def past(self, head: list[Sequence], waiting: OrderedSequences) -> list[Sequence]:
-        """Those who may be admitted although they are not in the head of the queue."""
+        """Waiting sequences that may be admitted although they are not in the head of the queue."""
         return []
 
     def lets_past(self, blocked: Sequence) -> bool:
-        """Whether may_pass() is to be asked, now that one for which there are no blocks was overtaken often enough."""
+        """Whether may_pass() is asked, now that a sequence without blocks has been overtaken as often as it may be."""
         return False
 
     def may_pass(self, sequence: Sequence) -> bool:
-        """Whether a sequence may still go before it."""
+        """Whether a sequence may still go before that one."""
         return False
 
     # --- after it -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class SchedulingPolicy:
         return False
 
     def heed(self, planned_ns: int, times: StepTimes) -> None:
-        """A step has ended that was decided at `planned_ns`."""
+        """A step that was decided at `planned_ns` has ended."""
 
     # --- steps of a simulation that are not scheduled one by one ------------------------------------
 

@@ -1,4 +1,4 @@
-"""The sequences of an engine: which wait and which run, and how they come and go. And a step while it is decided."""
+"""The sequences of an engine: which wait, which run, and how they come and go. Also a step while it is decided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.policy.waiting import Unserved
 
 
 class Listener(Protocol):
-    """Who says in which order sequences come, and is told of them: the scheduling policy."""
+    """The scheduling policy as sequences see it: it has their orders, and is told who comes and goes."""
 
     orders: Orders
 
@@ -37,16 +37,16 @@ class Listener(Protocol):
 
 
 class Sequences(Mapping[int, Sequence]):
-    """All sequences, by the number that each gets here and that plans name it by.
+    """All sequences, by the number that each gets here and that names it in plans.
 
     Args:
         policy: is told who comes and goes.
 
     Attributes:
-        waiting: a `FairSequences` where tenants have weights.
-        running: those who have blocks.
-        unserved: those who have never run.
-        num_preemptions: since the start.
+        waiting: sequences that wait; a `FairSequences` where tenants have weights.
+        running: sequences that have blocks.
+        unserved: sequences that have never run.
+        num_preemptions: how many preemptions there were since the start.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sequences(Mapping[int, Sequence]):
         return OrderedSequences(orders.admission)
 
     def set_config(self, config: SchedulerConfig) -> None:
-        """There are other classes, and weights of tenants, who take turns where there are any."""
+        """Take other classes, and weights of tenants, who take turns where there are any."""
         self._config, weights = config, config.weights
         self._policy.set_config(config)
         if isinstance(self.waiting, FairSequences) and weights:
@@ -109,7 +109,7 @@ class Sequences(Mapping[int, Sequence]):
 
     @property
     def spare(self) -> int:
-        """Blocks that admission leaves to those who run."""
+        """How many blocks admission leaves to those who run."""
         return self._watermark if len(self.running) else 0
 
     # --- arrivals and departures --------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Sequences(Mapping[int, Sequence]):
             self.unserved.add(sequence)
 
     def start(self, sequence: Sequence, now: int) -> None:
-        """Let a waiting sequence run that has got its blocks."""
+        """Let a waiting sequence run, which has got its blocks."""
         self._accounting.leave(sequence, now)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
@@ -198,7 +198,7 @@ class Step:
         prompts: running sequences with a prompt under way, in order.
         plan: what an executor is to do.
         decision: what is noted of the reasons.
-        left_out: of `decoding`, those that get no token unless the step would be empty.
+        left_out: sequences of `decoding` that get no token unless the step would be empty.
     """
 
     now: int

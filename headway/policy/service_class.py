@@ -22,10 +22,10 @@ SHARES = ("seats", "tokens", "kv")
 
 
 class InvalidEntry(ValueError):
-    """What is wrong with an entry of a file of classes or of tenants.
+    """An entry of a file of classes or of tenants is wrong.
 
     Args:
-        path: where, as keys and positions from the outermost one, like ("class", 2, "ttft_ms").
+        path: where it is, as keys and positions from the outermost one, like ("class", 2, "ttft_ms").
     """
 
     def __init__(self, message: str, *path: str | int) -> None:
@@ -35,7 +35,7 @@ class InvalidEntry(ValueError):
 
 @contextmanager
 def within(*path: str | int) -> Iterator[None]:
-    """Of what is wrong inside, the path goes on from this one."""
+    """Put this path before the path of each InvalidEntry that is raised inside."""
     try:
         yield
     except InvalidEntry as error:
@@ -43,7 +43,7 @@ def within(*path: str | int) -> Iterator[None]:
 
 
 def entries_of(content: Mapping[str, Any], key: str, make: Callable[[dict[str, Any]], T]) -> list[T]:
-    """What is made of each table of a list in a file. Raises InvalidEntry where it is no list, and as `make`."""
+    """What `make` makes of each table in a list of a file. Raises InvalidEntry where it is no list, or `make` does."""
     listed, found = content.get(key, []), []
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise InvalidEntry(f"{key} must be a list; write [[{key}]] once for each", key)
@@ -174,14 +174,14 @@ class ClassTable:
         return self.named(self.default) if self.default else self.classes[0]
 
     def named(self, name: str) -> ServiceClass:
-        """Raises ValueError for a name that no class has."""
+        """The class of this name. Raises ValueError where there is none."""
         for each in self.classes:
             if each.name == name:
                 return each
         raise ValueError(f"service class {name!r} is unknown; there are {', '.join(each.name for each in self)}")
 
     def rank(self, name: str) -> int:
-        """0 for the most urgent class; one that is no longer in the table comes last."""
+        """The rank of a class: 0 for the most urgent one; one that is no longer in the table comes last."""
         for rank, each in enumerate(self.classes):
             if each.name == name:
                 return rank

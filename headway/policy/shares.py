@@ -1,9 +1,9 @@
-"""What is kept for each class of seats, step tokens and KV blocks, whoever else wants it.
+"""The seats, step tokens and KV blocks that are kept for each class, whoever else wants them.
 
 Others may borrow the blocks of a share while they are idle, but for some that are never lent. Once a sequence of the
 class waits that fits in its share, nobody borrows more, and those who have borrowed are preempted for it: sequences of
 classes with more than their own share. So no class gets below its share because of another, and all shares together
-are less than the pool. One sequence may pass all this: the one that has starved.
+are less than the pool. Only the sequence that has starved need not keep to shares.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UNBOUNDED = 2**31
 
 
 class Shares:
-    """The shares of a table, of an engine with so many seats and this pool. What nobody has a share in is for all.
+    """The shares of classes in the seats, the step tokens and the pool of an engine. What is in no share is for all.
 
     Args:
         unlent: most blocks of each share that are kept free for its class.
         longest: blocks of the longest sequence, which every class may use.
 
     Attributes:
-        blocks: that are kept for each class with a share.
-        most: blocks that each class with a bound may use.
+        blocks: how many blocks are kept for each class with a share.
+        most: how many blocks each class with a bound may use.
     """
 
     def __init__(self, classes: ClassTable, seats: int, pool: KVBlocks, unlent: int, longest: int = 0) -> None:
@@ -43,18 +43,18 @@ class Shares:
         self._prompts: set[str] = set()  # classes with prompts to compute
 
     def set_classes(self, classes: ClassTable) -> None:
-        """From now on the shares of another table."""
+        """Take the shares of another table of classes."""
         self._seats = {each.name: math.floor(each.seats * self._num_seats) for each in classes if each.seats}
         self._tokens = {each.name: each.tokens for each in classes if each.tokens}
         free = self._pool.num_blocks - len(self._pool.pinned)
         self.blocks = {each.name: math.floor(each.kv * free) for each in classes if each.kv}
         bounded = (each for each in classes if each.max_kv < 1)
         self.most = {each.name: max(self._longest, math.floor(each.max_kv * free)) for each in bounded}
-        self.classes = self._seats.keys() | self._tokens.keys() | self.blocks.keys()  # that may go past others
+        self.classes = self._seats.keys() | self._tokens.keys() | self.blocks.keys()  # these may go past others
         self._pool.cached.set_classes(classes, self.blocks)
 
     def seats_kept_from(self, name: str) -> int:
-        """Seats that a class must leave to others, beyond those that they have."""
+        """How many seats a class must leave to others, beyond those that they have."""
         return sum(max(0, share - self.running[other]) for other, share in self._seats.items() if other != name)
 
     def has_seat_left(self, name: str) -> bool:
@@ -62,14 +62,14 @@ class Shares:
         return self.running[name] < max(self._seats.get(name, 0), name in self._tokens)
 
     def begin_step(self, running: Iterable[Sequence]) -> None:
-        """Prompt tokens of a step are to be given, to `running` sequences and to those who wait."""
+        """Prompt tokens of a step are about to be given to `running` and to waiting sequences."""
         if self._tokens:
             self._given.clear()
             self._prompts = {name for name, count in self.waiting.items() if count}
             self._prompts.update(sequence.service.name for sequence in running if not sequence.is_decoding)
 
     def tokens_for(self, name: str, budget: StepBudget) -> int:
-        """Most prompt tokens that a class may take of what a step has left."""
+        """The most prompt tokens that a class may take of what a step has left."""
         if not self._tokens:
             return _UNBOUNDED
         left = budget.fit(0, _UNBOUNDED)
@@ -83,7 +83,7 @@ class Shares:
             self._given[name] += count
 
     def blocks_kept_from(self, name: str) -> int:
-        """Blocks that a class must leave to others, beyond those that they use: all of a share that is waited for."""
+        """How many blocks a class must leave to others beyond those in use: all of a share that is waited for."""
         kept, used = 0, self._pool.used
         for other, share in self.blocks.items():
             if other != name and (idle := share - used[other]) > 0:
@@ -91,26 +91,26 @@ class Shares:
         return kept
 
     def has_blocks_left(self, name: str, wanted: int) -> bool:
-        """Whether a class has a share that it does not exceed with so many blocks more."""
+        """Whether a class has a share, and does not exceed it with so many more blocks."""
         return name in self.blocks and self._pool.used[name] + wanted <= self.blocks[name]
 
     def may_use(self, name: str, wanted: int) -> bool:
-        """Whether so many blocks more are within the bound of a class."""
+        """Whether a class stays within its bound with so many more blocks."""
         return name not in self.most or self._pool.used[name] + wanted <= self.most[name]
 
     def is_over(self, name: str, growth: int = 0) -> bool:
-        """Whether a class has more than its share with so many blocks more."""
+        """Whether a class has more than its share with so many more blocks."""
         return self._pool.used[name] + growth > self.blocks.get(name, 0)
 
     @property
     def are_lent(self) -> bool:
-        """Classes have shares of blocks, or bounds."""
+        """Whether any class has a share of blocks, or a bound."""
         return bool(self.blocks or self.most)
 
     # --- who gives blocks back ----------------------------------------------------------------------
 
     def may_go(self, sequence: Sequence) -> bool:
-        """Its class has more than its share of blocks, or there are no shares."""
+        """Whether the class of a sequence has more than its share of blocks, or there are no shares."""
         return not self.blocks or self.is_over(sequence.service.name)
 
     def give_back(
@@ -119,9 +119,9 @@ class Shares:
         """Preempt borrowers for the first waiting sequence of each class that fits in its share of blocks.
 
         Args:
-            seats: that are free.
+            seats: how many seats are free.
             victims_last: the order in which sequences are preempted, the last one first.
-            may_start: as of SchedulingPolicy.
+            may_start: SchedulingPolicy.may_start().
         """
         sequences, seen = step.sequences, set[str]()
         if not any(self.waiting[name] for name in self.blocks):
@@ -145,9 +145,9 @@ class Shares:
                     step.preempt(victim)
 
     def make_room(self, decoding: list[Sequence], step: Step, victims_last: Order) -> list[Sequence]:
-        """Preempt until all who decode have blocks for their next tokens, within bounds; returns who is left.
+        """Preempt until all who decode have blocks for their next tokens, within bounds; returns who still decodes.
 
-        Who goes is of a class that would exceed its bound, or else of one that has more than its share.
+        A victim is of a class that would exceed its bound, or else of one that has more than its share.
         """
         pool, running, manager = self._pool, step.sequences.running, step.sequences.block_manager
         if not self.most and len(decoding) * pool.tables <= pool.num_free:
@@ -173,7 +173,7 @@ class Shares:
         """The sequences that have to go so that `missing` blocks become free; None where that is not possible.
 
         Args:
-            last_first: those who run, in the order in which they are to go.
+            last_first: running sequences, in the order in which they are to go.
             kept: blocks that do not count, as they would be taken again.
         """
         used, held, owners = Counter(self._pool.used), Counter[int](), self._pool.cached.owners

@@ -17,10 +17,10 @@ SWAP_SPACE = {"cpu": 0.0, "cuda": 4.0}
 # The pool's share of the memory of a CPU that is free once the weights are loaded. The rest is for the page cache, the
 # API process and other programs.
 CPU_SHARE = 0.5
-# Of all memory of a GPU that an engine takes.
+# The share of a GPU's whole memory that an engine takes.
 DEVICE_SHARE = 0.9
-LOGIT_BLOCK = 128  # tokens that a row of logits is a multiple of
-PROMPT_LOGPROB_ROWS = 64  # of a prompt's logits that are made at a time
+LOGIT_BLOCK = 128  # the length of a row of logits is a multiple of this many tokens
+PROMPT_LOGPROB_ROWS = 64  # rows of a prompt's logits that are made at a time
 ENTRIES_AT_A_TIME = 1 << 20  # tokens of sequences that are penalised together, at some 64 bytes each
 
 
@@ -57,7 +57,7 @@ def cpu_pool_bytes(available: int, step_bytes: int) -> int:
 
 
 def shared_pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
-    """The same of a share of all memory, less what is in use and what a full step takes."""
+    """Bytes for keys and values: a share of all memory, less what is in use and what a full step takes."""
     return max(0, int(total * utilization) - (total - free) - step_bytes)
 
 
@@ -66,7 +66,7 @@ class PoolSize:
     """What the memory for keys, values and states holds.
 
     Args:
-        max_num_seqs: sequences that may run, of whom each has a state; None: as many as are configured.
+        max_num_seqs: sequences that may run, where each has a state; None: as many as are configured.
         checkpoints: slots for states of known prefixes; None for a model without recurrent layers.
         groups: KV cache groups; empty where all layers see all tokens.
     """
@@ -90,19 +90,19 @@ def pool_size(
     groups: tuple[KVCacheGroup, ...] = (),
     larger: str = "--kv-cache-memory",
 ) -> PoolSize:
-    """As many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
+    """The size of the pool: as many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
 
-    States take at most half of the bytes: one for each of `max_num_seqs` sequences, with as many for checkpoints, or
-    fewer sequences run; and as many again for checkpoints, if they fit.
+    States take at most half of the bytes. Each of `max_num_seqs` sequences has one, and there are as many for
+    checkpoints; where these do not fit, fewer sequences run. Where they do, as many again are for checkpoints.
 
     Args:
-        block_bytes: of one block, in all layers or those of a group.
+        block_bytes: bytes of one block, in all layers or those of a group.
         max_model_len: longest sequence that is wanted.
-        may_shrink: it may be made shorter, to what the pool holds.
-        state_bytes: of a sequence in all recurrent layers; 0 without such layers.
-        keep_checkpoints: prefixes are shared.
+        may_shrink: max_model_len may be lowered to what the pool holds.
+        state_bytes: bytes of a sequence's state in all recurrent layers; 0 without such layers.
+        keep_checkpoints: whether prefixes are shared, for which checkpoints are kept.
         groups: KV cache groups. Their pool has a block more, which stays empty.
-        larger: options that make the pool larger.
+        larger: options that make the pool larger, as named in an error.
 
     Raises:
         ValueError: one such sequence does not fit; the message says what to change.

@@ -10,9 +10,8 @@ Nothing starves. A decoding sequence that was left out of steps for MOST_LEFT_OU
 others that are left out, one such sequence in each step. A prompt behind all promises has starved when it has been
 there for the `starvation_s` of its class. The starved are served to their end one at a time, in the order in which that
 time was over: with a block of the prompt or a token in every step, and with the first seat and the first blocks that
-are given back.
-One that has starved may take more of a step's prompt tokens than a block: all where no other prompt is promised, else
-STARVED_SHARE of them.
+are given back. A starved sequence may take more of a step's prompt tokens than a block: all of them where no other
+prompt is promised, else STARVED_SHARE of them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from headway.policy.step_time import StepWork
 from headway.policy.victims import Displacement
 from headway.policy.window import Window
 
-WINDOW_LOOKS_AT = 16  # waiting sequences; with more of them an idle engine begins at once
+WINDOW_LOOKS_AT = 16  # with more waiting sequences than this, an idle engine begins at once
 
 
 class SloPolicy(SchedulingPolicy):
@@ -57,8 +56,8 @@ class SloPolicy(SchedulingPolicy):
         self._leaders = PrefixLeaders(blocks.block_size, self.orders.admission, blocks.checkpoints is not None)
         self._displacement = Displacement(self)
         self._starved: Sequence | None = None
-        self._outlook = Outlook()  # of the step
-        self._open_until_ns = NEVER  # without a promise only those may start whose first tokens are planned by then
+        self._outlook = Outlook()  # the limits of the step
+        self._open_until_ns = NEVER  # sequences without a promise start only if their first token is planned by then
 
     # --- who comes and goes -------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class SloPolicy(SchedulingPolicy):
         self.shares.running[sequence.service.name] += 1
 
     def first_token(self, sequence: Sequence, now: int) -> None:
-        """One that had yielded may be in time after all."""
+        """A sequence that had yielded may be in time after all."""
         if now <= sequence.due_ns:
             sequence.yielded = ""
 
@@ -94,7 +93,7 @@ class SloPolicy(SchedulingPolicy):
 
     def set_config(self, config: SchedulerConfig) -> None:
         super().set_config(config)
-        self.shares.set_classes(config.classes)  # whose shares are of what is left of the pool
+        self.shares.set_classes(config.classes)  # shares are of what is left of the pool, which may have changed
 
     def heed(self, planned_ns: int, times: StepTimes) -> None:
         self.promises.heed(planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
@@ -134,10 +133,10 @@ class SloPolicy(SchedulingPolicy):
             step.sequences.rekey(starved, has_starved=True)
 
     def starved(self, prompts: list[Sequence], waiting: OrderedSequences, now: int) -> Sequence | None:
-        """The sequence that goes first from now on: of those behind all promises the one that has starved first.
+        """The sequence that goes first from now on: the one behind all promises that was the first to starve.
 
         Args:
-            prompts: of those who run.
+            prompts: running sequences with a prompt under way.
         """
         if self._starved is not None and self._starved.status is not Status.FINISHED:
             return None
@@ -150,7 +149,7 @@ class SloPolicy(SchedulingPolicy):
         return self._starved
 
     def _promise_again(self, step: Step) -> None:
-        """What has yielded and is owed to its tenant is promised again: of those who run, and the first who wait."""
+        """Promise again what has yielded and is owed to its tenant, among running prompts and the first that wait."""
         fair = step.sequences.waiting
         if isinstance(fair, FairSequences):
             running = [sequence for sequence in step.prompts if sequence.has_yielded and fair.is_owed(sequence)]
@@ -158,7 +157,7 @@ class SloPolicy(SchedulingPolicy):
                 step.sequences.rekey(sequence, yielded="", renewed_ns=0)
 
     def _yielding(self, step: Step) -> tuple[list[Yield], Sequence | None]:
-        """Which prompts yield, and which one is urgent, as Promises.yielding(); of the queue its head is looked at."""
+        """Which of the running and the first waiting prompts yield, and which is urgent; see Promises.yielding()."""
         self.window.close()
         waiting, prompts = step.sequences.waiting, step.prompts
         in_order = waiting.before(BEHIND_ALL, LOOKED_AT)
@@ -205,7 +204,7 @@ class SloPolicy(SchedulingPolicy):
         return self.promises.drafts_within(decodes, self._outlook.slack_ns)
 
     def time_for(self, decodes: StepWork, running: Iterable[Sequence]) -> float:
-        """Until the tightest promised token; but one that has starved gets a block of tokens in it."""
+        """The time until the tightest promised token is due, or more where a starved sequence needs it for a block."""
         self.shares.begin_step(running)
         slack_ns, first = self._outlook.slack_ns, self._starved
         if not self.config.enable_chunked_prefill:
@@ -247,7 +246,7 @@ class SloPolicy(SchedulingPolicy):
         return self.promises.has_room_for(sequence) and not self._follows(sequence)
 
     def _fits_in_bound(self, sequence: Sequence) -> bool:
-        """Whether its class may use the blocks, which it leaves to the one that has starved if that is of the class."""
+        """Whether its class stays within its bound with the sequence, and also with a starved one that waits."""
         name, first, wanted = sequence.service.name, self._starved, self.block_manager.wanted
         if first is not None and first.status is Status.WAITING and first.service.name == name:
             return self.shares.may_use(name, wanted(first)) and self.shares.may_use(name, wanted(sequence))
@@ -258,14 +257,18 @@ class SloPolicy(SchedulingPolicy):
         return self.blocks.enable_prefix_caching and self._leaders.is_worth_waiting_for(sequence)
 
     def spare_for(self, sequence: Sequence, spare: int) -> int:
-        """The blocks that are reserved for other classes are left to them, but not by one that has starved."""
+        """How many blocks must stay free when the sequence is admitted.
+
+        They are those that are kept for other classes, and `spare` besides where its own class exceeds its share. For a
+        starved sequence they are only `spare`.
+        """
         if not self.shares.blocks or sequence.has_starved or not self.shares.running.total():
             return spare
         kept = self.shares.blocks_kept_from(sequence.service.name)
         return kept if self.may_pass(sequence) else kept + spare
 
     def past(self, head: list[Sequence], waiting: OrderedSequences) -> list[Sequence]:
-        """Behind all promises, the first of each class with a share."""
+        """The first sequence of each class with a share, of those behind all promises."""
         if not self.shares.classes:
             return []
         firsts = (
@@ -279,7 +282,7 @@ class SloPolicy(SchedulingPolicy):
         return self.lends_blocks and not blocked.has_starved
 
     def may_pass(self, sequence: Sequence) -> bool:
-        """Its class keeps within its share of blocks when the sequence is admitted."""
+        """Whether its class keeps within its share of blocks when the sequence is admitted."""
         return self.shares.has_blocks_left(sequence.service.name, self.block_manager.wanted(sequence))
 
     # --- after it -----------------------------------------------------------------------------------

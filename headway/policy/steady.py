@@ -1,9 +1,9 @@
-"""Steps in which the same sequences decode and nothing is to be decided, taken without a look at each of them.
+"""Takes steps in which the same sequences decode and nothing is to be decided, without a look at each sequence.
 
 While nobody waits, has a prompt under way or could be left out, a step gives everybody a token. What `schedule` and
-`complete` do then for each sequence is the same in every step, but where one needs a block, fills one, or ends. So only
-those are looked at; the others are brought up to date when the run of such steps is over. What is learnt of steps and
-noted on clocks is so in each of them. Afterwards everything is as after as many calls of `schedule` and `complete`.
+`complete` do then for each sequence is the same in every step, unless the sequence needs a block, fills one, or ends.
+So only those are looked at; the others are brought up to date when the run of such steps is over. Step times are learnt
+and clocks are advanced in each step. Afterwards everything is as after as many calls of `schedule` and `complete`.
 
 An executor needs plans, and there are none. This is for simulations, which know what will be drawn.
 """
@@ -21,7 +21,7 @@ from headway.policy.scheduler import Scheduler
 from headway.policy.step_time import StepWork
 from headway.policy.stopping import finish_reason
 
-_NEVER = 2**40  # tokens that are in no block
+_NEVER = 2**40  # more tokens than any block ends at
 
 
 # What is drawn of a sequence: a token, which does not end it; how often; and the token that is drawn after that.
@@ -29,10 +29,10 @@ Draws = tuple[int, int, int]
 
 
 class SteadyDecodes:
-    """A run of such steps: for each `work_of_step`, then `complete`; and at the end `catch_up`.
+    """A run of such steps. Call `work_of_step`, then `complete` for each, and `catch_up` at the end.
 
     Attributes:
-        num_steps: that were taken.
+        num_steps: how many steps were taken.
     """
 
     def __init__(self, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> None:
@@ -41,7 +41,7 @@ class SteadyDecodes:
         self._block_size = scheduler.blocks.block_size if scheduler.blocks.enable_prefix_caching else _NEVER
         self._sequences: list[Sequence | None] = list(scheduler.running)  # None has ended
         self._draws = list(map(draws, scheduler.running))
-        self._known = [0] * len(self._draws)  # steps that each has been brought up to date with
+        self._known = [0] * len(self._draws)  # the step up to which each has been brought up to date
         self._count, self._context = len(self._draws), len(self._draws)
         # Before which step sequences need blocks, and after which something is to be done with their tokens.
         self._growing: defaultdict[int, list[int]] = defaultdict(list)
@@ -56,7 +56,10 @@ class SteadyDecodes:
 
     @classmethod
     def of(cls, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> SteadyDecodes | None:
-        """None where the next step may be of another kind. A scheduler that adds to what its steps do has none."""
+        """A run that begins with the next step; None where that may be of another kind.
+
+        A subclass of Scheduler has none, as its steps may do more.
+        """
         running = scheduler.running
         if (
             len(scheduler.waiting)
@@ -113,7 +116,7 @@ class SteadyDecodes:
         del self._growing[self.num_steps]
 
     def _roll(self) -> None:
-        """Those that fill a block may have their states kept."""
+        """Find slots for the states of sequences that fill a block in this step, where they are to be kept."""
         manager = self._scheduler.block_manager
         for at in sorted(self._due.get(self.num_steps + 1, ())):
             sequence = self._sequences[at]
@@ -123,7 +126,7 @@ class SteadyDecodes:
                 self._rolled[at] = slot
 
     def complete(self, times: StepTimes) -> list[Sequence]:
-        """Apply the step's results, as Scheduler.complete(). Returns the sequences that have ended."""
+        """Apply the step's results as Scheduler.complete() does. Returns the sequences that have ended."""
         scheduler = self._scheduler
         scheduler.accounting.record_decodes(self._work, times)
         scheduler.policy.heed(self._planned_ns, times)
@@ -131,13 +134,13 @@ class SteadyDecodes:
         self._context += self._count
         self._sampled_ns = times.sampled_ns
         due = self._due.pop(self.num_steps, None)
-        ended = [] if due is None else self._heed(sorted(due))
+        ended = [] if due is None else self._settle(sorted(due))
         if scheduler.blocks.checkpoints is not None:
             scheduler.blocks.checkpoints.end_step()
         return ended
 
-    def _heed(self, due: list[int]) -> list[Sequence]:
-        """In these blocks are full, or their ends have come."""
+    def _settle(self, due: list[int]) -> list[Sequence]:
+        """Bring the sequences at these places up to date, as a block is full or they end. Returns those that ended."""
         scheduler, ended = self._scheduler, []
         for at in due:
             sequence = self._sequences[at]
@@ -175,7 +178,7 @@ class SteadyDecodes:
         sequence.last_token_ns = self._sampled_ns
 
     def catch_up(self) -> None:
-        """Bring all sequences up to date: the next step is scheduled."""
+        """Bring all sequences up to date, before the next step is scheduled."""
         for at, sequence in enumerate(self._sequences):
             if sequence is not None:
                 self._catch_up(at, sequence)

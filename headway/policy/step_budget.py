@@ -26,7 +26,7 @@ class Sharing:
     prefill_first: bool = False
 
     def decodes(self, with_prompts: bool) -> bool:
-        """Whether a step decodes; `with_prompts`: some can be computed in it."""
+        """Whether a step decodes, where prompts can be computed in it (`with_prompts`) or not."""
         return not (self.prefill_first and with_prompts)
 
 
@@ -37,12 +37,12 @@ TOKENS_UNTIL_LEARNT = 32
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens, and nanoseconds for which others may be held up.
+    """What is left of a step for prompts: tokens, and nanoseconds for which others may be held up.
 
     Args:
-        tokens: of prompts.
-        step_time: what tokens cost.
-        max_stall_ns: nanoseconds; may be infinite.
+        tokens: how many tokens prompts may have.
+        step_time: predicts what tokens cost.
+        max_stall_ns: for how many nanoseconds prompts may hold up others; may be infinite.
         least: tokens that the first prompt gets beside decoding sequences whatever they cost.
     """
 
@@ -54,7 +54,7 @@ class StepBudget:
     _shared: bool = False
 
     def share_with(self, others: StepWork, slack_ns: float = math.inf) -> None:
-        """`others` are in the step and wait for what is added from here on; it may take `slack_ns` in all."""
+        """`others` are in the step and wait for what is added from now on. The step may take `slack_ns` in all."""
         if self._shared or math.isinf(min(self.max_stall_ns, slack_ns)):
             return
         self._shared = True
@@ -67,7 +67,7 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """No prompt gets another token."""
+        """Whether no prompt gets another token."""
         return self.fit(0, 1) == 0
 
     def fit(self, start: int, wanted: int, with_logits: bool = False, decodes: bool = False) -> int:
@@ -88,7 +88,7 @@ class StepBudget:
         return min(wanted, self.tokens, max(affordable, self.least))
 
     def spend(self, start: int, count: int, logit_rows: int = 0, decodes: bool = False) -> None:
-        """`count` tokens of a prompt, or one as of fit(), are in the step. The first sequence waits for the others."""
+        """Put `count` tokens of a prompt in the step, as fit() has allowed. The first sequence waits for the others."""
         self.tokens -= count
         if decodes:
             work = _decode(start)

@@ -37,7 +37,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     decode_tokens: int = 0
     prefill_pairs: int = 0  # query-key pairs of the prefill tokens
     decode_context: int = 0  # keys read by the decode tokens
-    logit_rows: int = 0  # of prompt tokens, for prompt_logprobs
+    logit_rows: int = 0  # rows of logits of prompt tokens, for prompt_logprobs
 
     @property
     def tokens(self) -> int:
@@ -53,7 +53,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
         )
 
     def features(self) -> tuple[float, ...]:
-        """Scaled to the order of one, so that the regression is well conditioned."""
+        """The parts of the work, scaled to the order of one so that the regression is well conditioned."""
         return (
             1.0,
             self.prefill_tokens / _PREFILL_TOKENS,
@@ -65,7 +65,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepTimeModel:
-    """How long steps take: what divides a step among its sequences, and bounds the prompts in it.
+    """Predicts how long steps take, to divide a step among its sequences and to bound the prompts in it.
 
     Attributes:
         overrun: how much longer than predicted a step may take: 99 of 100 measured ones took at most this multiple.
@@ -82,12 +82,12 @@ class StepTimeModel:
 
     @property
     def is_trained(self) -> bool:
-        """Enough steps have been measured to predict one."""
+        """Whether enough steps have been measured to predict one."""
         return self.steps_seen >= _MIN_STEPS
 
     @property
     def knows_logits(self) -> bool:
-        """What a row of logits costs has been measured."""
+        """Whether the cost of a row of logits has been measured."""
         return self._steps_with_logits >= _MIN_STEPS_WITH_LOGITS
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
@@ -128,7 +128,7 @@ class StepTimeModel:
         self.error += _ERROR_GAIN * (abs(ratio - 1.0) - self.error)
 
     def predict_ns(self, work: StepWork) -> float:
-        """Expected nanoseconds. Of parts that always come together each may be wrong and their sum right."""
+        """The expected nanoseconds. Where parts always come together, each may be wrong while their sum is right."""
         fixed, token, decode, pair, context, row = self._milliseconds
         milliseconds = (
             fixed
@@ -150,12 +150,12 @@ class StepTimeModel:
         return token_ns, nanoseconds * max(0.0, pair) / _PREFILL_PAIRS
 
     def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
-        """What `count` tokens of a prompt, after the first `start`, add to a step, in nanoseconds."""
+        """The nanoseconds that `count` tokens of a prompt, after its first `start`, add to a step."""
         token, pair = self._prefill_costs(with_logits)
         return count * token + pairs(start, count) * pair
 
     def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
-        """Most tokens of a prompt, after the first `start`, that add no more than `duration_ns` to a step."""
+        """The most tokens of a prompt, after its first `start`, that add no more than `duration_ns` to a step."""
         token, pair = self._prefill_costs(with_logits)
         # n tokens cost n * slope + n**2 * pair / 2; this form of the root is good for a pair that costs nothing.
         slope = token + pair * (start + 0.5)
@@ -165,9 +165,9 @@ class StepTimeModel:
     def share_without(self, work: StepWork, without: StepWork) -> float:
         """Fraction of a step with `work` that a step with only `without` of it would have taken, 0 to 1.
 
-        The share of tokens until enough steps have been seen, and where the prediction for the whole or the part is not
-        positive: every step takes time, so the steps that were seen do not tell the costs of its parts apart. They may
-        all have been equally full, and some of them slow for another reason.
+        Until enough steps have been seen, this is the share of tokens. So it is where the prediction for the whole or
+        the part is not positive: every step takes time, so the steps that were seen do not tell the costs of its parts
+        apart. They may all have been equally full, and some of them slow for another reason.
         """
         whole, part = self.predict_ns(work), self.predict_ns(without)
         if not self.is_trained or whole <= 0.0 or part <= 0.0:

@@ -31,8 +31,8 @@ class SwapSpace:
 
     Args:
         num_blocks: 0 where nothing is swapped.
-        fixed_ns: of any number of blocks.
-        block_ns: of each block.
+        fixed_ns: what copying takes for any number of blocks.
+        block_ns: what each block takes on top of that.
     """
 
     num_blocks: int = 0
@@ -40,11 +40,11 @@ class SwapSpace:
     block_ns: float = 0.0
 
     def copy_ns(self, num_blocks: int) -> float:
-        """Of so many blocks, there and back."""
+        """How long it takes to copy so many blocks to the host and back, in nanoseconds."""
         return self.fixed_ns + num_blocks * self.block_ns
 
     def one_way_ns(self, swaps: list[BlockSwap]) -> int:
-        """Of what a plan copies."""
+        """How long the copies of a plan take, each in its one direction, in nanoseconds."""
         return round(sum([self.copy_ns(len(swap.blocks)) for swap in swaps]) / 2)
 
 
@@ -56,8 +56,8 @@ class Swapped:
     """What the host holds of a waiting sequence.
 
     Args:
-        first: entry of its block table that the first of the host blocks is a copy of. Of KV cache groups the host has
-            one table after the other; those with a window from the entry on that is needed next.
+        first: entry of its block table that the first of the host blocks is a copy of. With several KV cache groups,
+            the host has one table after the other; with a window, from the entry that is needed next.
         computed: tokens that were computed when it was preempted.
     """
 
@@ -73,7 +73,7 @@ class HostPool:
         step_time: predicts how long tokens take to be computed again.
 
     Attributes:
-        swaps: decided, and in no plan yet.
+        swaps: copies that are decided and in no plan yet.
         counts: since the start. Tokens swapped `out` and `in`; decisions to `swap`, to `recompute`, and to recompute as
             the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
     """
@@ -93,8 +93,8 @@ class HostPool:
         """Decide what becomes of blocks that are about to be released; None where their tokens are computed again.
 
         Args:
-            first: as of Swapped.
-            start, computed: the tokens that they hold are those from `start` to `computed`.
+            first: Swapped.first.
+            start, computed: the blocks hold the tokens from `start` to `computed`.
         """
         recompute_ns = self._step_time.prefill_ns(computed - start, start)
         copy_ns = self.space.copy_ns(len(blocks))
@@ -122,7 +122,7 @@ class HostPool:
         self._free += swapped.host_blocks
 
     def take_swaps(self) -> list[BlockSwap]:
-        """Those of the next plan that is run."""
+        """The copies that go into the next plan that is run; none are left after that."""
         taken, self.swaps = self.swaps, []
         return taken
 

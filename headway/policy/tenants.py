@@ -8,10 +8,10 @@ from typing import Any
 
 from headway.policy.service_class import LONGEST_NAME, InvalidEntry, entries_of, within
 
-# Whose the requests are that come with a key of --api-key, or with none where none is needed.
+# The tenant of requests that come with a key of --api-key, or with none where none is needed.
 DEFAULT_TENANT = "default"
 MOST_A_MINUTE = 100_000_000
-LABELS = ALL, OTHER = "all", "other"  # of metrics: of all tenants together, and of those without a label
+LABELS = ALL, OTHER = "all", "other"  # labels of metrics, for all tenants together and for those without a label
 LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
@@ -20,7 +20,7 @@ class Limits:
     """The most that may be used a minute; 0 for no limit.
 
     Args:
-        tokens_per_minute: of prompts and outputs, as `usage` counts them.
+        tokens_per_minute: most tokens of prompts and outputs, as `usage` counts them.
 
     Raises:
         InvalidEntry: naming the key, its value and its limits.
@@ -84,7 +84,7 @@ class TenantTable:
 
     @property
     def weights(self) -> dict[str, float]:
-        """By name."""
+        """The weight of each tenant, by its name."""
         return {each.name: each.weight for each in self.tenants}
 
 
@@ -107,7 +107,10 @@ def tenants_of(content: Mapping[str, Any]) -> TenantTable:
 
 
 def _checked(keys: Mapping[str, Any], kind: type[Limits], what: str) -> dict[str, Any]:
-    """The keys, each known and of its type. A limit that is left out is none; one that is given is at least 1."""
+    """The keys, if each is known and of its type. A limit may be left out; one that is given is at least 1.
+
+    Raises InvalidEntry.
+    """
     known = [each.name for each in fields(kind)]
     for key, value in keys.items():
         if key not in known:

@@ -40,7 +40,7 @@ class RunningRanks:
         return cls(last, latest)
 
     def outrank(self, level: int, arrival_ns: int) -> bool:
-        """A waiting sequence would run by now if a lower level had not put others before it."""
+        """Whether a waiting sequence would run by now if a lower level had not put others before it."""
         return any(each < level and latest_ns > arrival_ns for each, latest_ns in self.latest.items())
 
 
@@ -58,7 +58,7 @@ def victims_for(
         running: in the order of victims, the last one first.
         seats: how many are free without them.
         missing: blocks that the candidate lacks beyond the free ones; the prefix that it shares is its `prefix_match`.
-        references: of each block.
+        references: how many sequences hold each block.
     """
     kept = set(candidate.prefix_match.blocks) if candidate.prefix_match is not None else set()
     held: Counter[int] = Counter()
@@ -96,7 +96,7 @@ class Displacement:
         return self._ranks
 
     def is_outranked(self, sequences: Sequences) -> bool:
-        """As SchedulingPolicy.is_outranked()."""
+        """Whether the first that waits would run by now if the order of levels had not put others before it."""
         orders = self._policy.orders
         if not orders.displaces:
             return False
@@ -128,7 +128,7 @@ class Displacement:
             for victim in victims:
                 if victim in step.left_out:
                     step.left_out.remove(victim)
-                if may_go(victim):  # not if those before it have left its class no more than its share
+                if may_go(victim):  # it may not, if earlier victims have left its class no more than its share
                     victim.displacements += 1
                     step.preempt(victim)
             last_first = [sequence for sequence in last_first if sequence.status is Status.RUNNING]

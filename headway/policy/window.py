@@ -7,9 +7,9 @@ from collections import deque
 from headway.policy.request import NEVER, Sequence
 from headway.policy.step_time import StepTimeModel, StepWork
 
-# Of the time until the first token is due that a window may take.
+# The share of the time until the first token is due that a window may take.
 MOST_OF_TIME_LEFT = 0.25
-_GAPS = 15  # between requests, that must be known
+_GAPS = 15  # so many gaps between requests must be known
 
 
 class Window:
@@ -26,7 +26,7 @@ class Window:
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
         self._last_arrival_ns = 0
-        self._gaps_ns = deque[int](maxlen=_GAPS)  # between requests, of late
+        self._gaps_ns = deque[int](maxlen=_GAPS)  # the latest gaps between requests
         self.opened_ns = 0  # when the window that is open was opened
         self.num_opened = 0
 
@@ -43,11 +43,11 @@ class Window:
         self.opened_ns = 0
 
     def until(self, waiting: list[Sequence], work_ns: float, now: int) -> int:
-        """When the window closes; `now` where there is none. For an engine in which nothing runs.
+        """When the window of an engine in which nothing runs closes; `now` where there is no window.
 
         Args:
-            waiting: all of them, few.
-            work_ns: of the first one's prompt.
+            waiting: all sequences that wait, which are few.
+            work_ns: the predicted work of the first one's prompt.
         """
         least_ms, most_ms = (min(each) for each in zip(*(s.service.window_ms for s in waiting), strict=True))
         best = 0.0
