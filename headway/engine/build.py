@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine: load, size the KV pool, warm up, and time each stage."""
+"""Builds a running engine from an EngineConfig: loads the model, sizes the KV pool, warms up, and times each stage."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LoadedEngine:
     kv_cache_dtype: str
     startup_ns: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    kernels: str = ""  # of several that there are, for people
+    kernels: str = ""  # which of several were chosen by measuring, for people
     block_bytes: int = 0
-    kept_bytes: int = 0  # of packed weights, which are being written to the cache
+    kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
 
 
 def build_engine(
@@ -73,9 +73,9 @@ def build_engine(
 
     Args:
         on_stage: is told the name and the nanoseconds of each stage when it is done; and with 0, what is being done.
-        memory: for a CPU's weights, see LargePages.
-        cache: which has them, or is to have them.
-        beside: what other processes do for this start, until it is closed.
+        memory: memory for a CPU's weights, see LargePages.
+        cache: the cache that has the packed weights, or is to have them.
+        beside: keeps what other processes do for this start, until it is closed.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -161,7 +161,7 @@ class _Stages:
         self._listener = listener
 
     def say(self, line: str) -> None:
-        """What is being done, which is no stage."""
+        """Tell the listener what is being done, which is no stage."""
         if self._listener is not None:
             self._listener(line, 0)
 
@@ -178,7 +178,10 @@ class _Stages:
 
 
 def _windows(model: ModelConfig, cache_dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Of places in KV cache groups; none where layers that are not alike would have scales in one place."""
+    """The window of each place that KV cache groups have.
+
+    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place.
+    """
     return () if model.shape.kinds and cache_dtype == torch.int8 else model.shape.cache_windows
 
 
@@ -261,7 +264,7 @@ def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, d
 
 
 def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
-    """Blocks that can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    """How many blocks can be swapped out; by default they take no more than a quarter of the memory that is free."""
     if has_states:
         if config.swap_space:
             raise EngineError(

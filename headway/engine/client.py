@@ -1,4 +1,4 @@
-"""The API process's side of the engine process: it starts it, talks to it, and starts it again when it dies."""
+"""The API process's side of the engine process: starts it, talks to it, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STABLE_S = 60.0
 MOST_FAILED_STARTS = 5
 ENGINE_MODULE = "headway.engine"
 STOP_TIMEOUT_S = 5.0
-# Of the longest way back, with each output that is quicker.
+# The share of the longest way back that is still assumed after an output that was quicker.
 _WAY_BACK_KEPT = 0.98
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -61,13 +61,13 @@ class EngineDead(Exception):
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    """All of it, and close; an engine that ends before it has read is noticed by its end."""
+    """Write all of the content and close the pipe. An engine that ends before it has read is noticed by its end."""
     with contextlib.suppress(OSError), pipe:
         pipe.write(content)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Wait until it has ended, in a thread that nobody has to wait for."""
+    """Wait until the process has ended, in a thread that nobody has to wait for."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def wait() -> None:
@@ -83,10 +83,10 @@ class _Link(asyncio.Protocol):
     """The connection with one engine process.
 
     Args:
-        take: gets each of its messages; what it returns is why the engine ends, or empty.
+        take: gets each of its messages; returns why the engine ends, or an empty string.
 
     Attributes:
-        failed: done with that; or with the exception of what could not be taken.
+        failed: done with the reason for which the engine ends, or with the exception of a message that `take` raised.
         read: done when all that the engine sent has been read.
     """
 
@@ -123,11 +123,11 @@ class EngineClient:
         config: what to run.
         on_progress: hears of each start-up stage and its nanoseconds; and with 0, of what is being done.
         replay: hand the requests of an engine that dies to the next one; else they end with EngineDead.
-        timeout_s: as of Watchdog.
+        timeout_s: see Watchdog.
 
     Attributes:
         restarts: engines that were started after another one.
-        hangs: of these, those after one that ended no step.
+        hangs: how many of these followed one that ended no step.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EngineClient:
         self.state = "loading"
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
-        self._way_back_ns = 0  # of an engine's outputs: the longest of late
+        self._way_back_ns = 0  # the longest time of late that an output took from the engine to here
         self.restarts = self.hangs = 0
         self.last_error = "the engine is not started"
         self._on_progress = on_progress
@@ -234,7 +234,7 @@ class EngineClient:
         return self._watchdog.stalled_s
 
     def _has_work(self) -> bool:
-        """The engine should end a step, or answer a question."""
+        """Whether the engine should end a step, or answer a question."""
         return bool(self._explaining) or self._requests.are_in_engine
 
     def _enter(self, state: str, error: str = "") -> None:
@@ -285,7 +285,7 @@ class EngineClient:
         return "the engine process died while it was starting"
 
     async def _run_process(self) -> str:
-        """As _run_once; an empty string where the engine gave no reason."""
+        """Run one engine process to its end; returns the reason that the engine gave, or an empty string."""
         if self._process is None or self._process.returncode is not None:
             self.launch()
         process, connection = self._process, self._socket
@@ -313,7 +313,7 @@ class EngineClient:
             await ending
 
     def _take(self, message: FromEngine) -> str:
-        """Take a message of the engine; why it ends, if that is what it says."""
+        """Take a message of the engine. Returns why the engine ends, if the message says so, else an empty string."""
         if isinstance(message, EngineOutputs):
             self._deliver(message)
         elif isinstance(message, Explanation):
@@ -352,7 +352,7 @@ class EngineClient:
             self._transport.write(framed(encoded))
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
-        """New requests are of these classes, and tenants have these weights, also in engine processes to come."""
+        """Set the classes of new requests and the weights of tenants, also for engine processes to come."""
         self.config = replace(self.config, classes=classes, weights=weights)
         self._send(SetClasses(classes, weights))
 
@@ -382,7 +382,7 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Choices that wait in the engine, and those that had not reached it at its last report."""
+        """How many choices wait in the engine or had not reached it at its last report."""
         return (self.stats.num_waiting if self.stats is not None else 0) + self._requests.num_unreported
 
     def subscribe(self, callback: Callable[[EngineStats], None]) -> None:
@@ -395,7 +395,7 @@ class EngineClient:
         When they cannot go on, it gets the exception, and nothing after it. It must not raise.
 
         Returns:
-            to be called at the end: forgets the requests, and aborts in the engine what has not finished.
+            a function to call at the end, which forgets the requests and aborts in the engine what has not finished.
 
         Raises:
             EngineDead: the engine is not ready.

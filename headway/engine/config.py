@@ -22,11 +22,12 @@ from headway.policy.swap import NO_SWAP, SwapSpace
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
-# What checkpoints call their formats, models.quantization.FORMATS: importing that would delay the start of the server.
+# The names that checkpoints give their formats, as in models.quantization.FORMATS. Importing that would delay the
+# start of the server.
 _FORMATS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4", "modelopt", "bitsandbytes", "gguf")
-MOST_THREADS = 2  # for each processor: more only wait for each other
+MOST_THREADS = 2  # threads for each processor; more would only wait for each other
 
-# Also of plans and simulations.
+# This is also the default of plans and simulations.
 AttentionSinksFlag = Annotated[
     int | None,
     _engine(
@@ -101,12 +102,12 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class SchedulingOptions:
-    """What a scheduler goes by, in a server as in a simulation of one.
+    """The settings of a scheduler, in a server as in a simulation of one.
 
     Args:
         max_prefill_stall_ms: may be infinite.
-        classes: of requests.
-        weights: of tenants, who take turns by them; where there are none, tenants make no difference.
+        classes: classes of requests.
+        weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
     """
 
     classes: ClassTable = BUILT_IN
@@ -183,7 +184,7 @@ class SchedulingOptions:
         return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints, pool.groups))
 
     def batched_tokens(self, device: str) -> int:
-        """Tokens of a step on cpu or cuda."""
+        """The token budget of a step on cpu or cuda."""
         return self.max_num_batched_tokens or default_batched_tokens(device, self.max_num_seqs)
 
     def swap_bytes(self, device: str) -> int:
@@ -242,7 +243,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             )
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
-        """As AttentionSinks.of()."""
+        """The attention sinks that are asked for; None where none are. AttentionSinks.of() says what it raises."""
         given = self.attention_sinks, self.attention_window, self.block_size
         return AttentionSinks.of(*given, max_positions, max_model_len)
 

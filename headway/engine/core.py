@@ -31,7 +31,7 @@ from headway.policy.service_class import ClassTable
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
-# For so many steps the longest one is predicted once.
+# The longest step is predicted anew after so many steps.
 _STEPS_OF_PREDICTION = 16
 _YIELDED = {
     "oversized": "its prompt alone takes longer",
@@ -49,7 +49,7 @@ class EngineCore:
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
-        self._sequences: dict[int, Sequence] = {}  # the same by seq_id
+        self._sequences: dict[int, Sequence] = {}  # all sequences by seq_id
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
@@ -72,7 +72,7 @@ class EngineCore:
     # --- requests -----------------------------------------------------------------------------------
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
-        """New requests are of these classes, and tenants have these weights."""
+        """Set the classes of new requests and the weights of tenants."""
         self.scheduler.set_classes(classes, weights)
 
     def add(self, request: AddRequest) -> None:
@@ -106,10 +106,10 @@ class EngineCore:
             what_fits: leave out prompts that do not fit, or that cannot be computed.
 
         Returns:
-            Of each that was left out, why; one line that names it.
+            why prompts were left out: one line for each, which names it.
 
         Raises:
-            ValueError: as this line, where none may be left out.
+            ValueError: a prompt does not fit and none may be left out; the message is this line.
         """
         fitting, left_out = room_for(prompts, self.scheduler.blocks, self.scheduler.config.max_model_len)
         for number, prompt in enumerate(fitting):
@@ -165,7 +165,7 @@ class EngineCore:
             self._live.pop(sequence.request_id, None)
 
     def _drop(self, seq_id: int) -> None:
-        """Forget what was computed of a sequence."""
+        """Forget a sequence, and what was computed of it."""
         self.executor.forget(seq_id)
         self._prompt_logprobs.pop(seq_id, None)
         self._pooled.pop(seq_id, None)
@@ -223,7 +223,7 @@ class EngineCore:
         return EngineOutputs(outputs, stats, self._clock())
 
     def _prompt_tokens(self, plan: StepPlan) -> int:
-        """Tokens of chunks that begin within a prompt."""
+        """How many tokens of the plan's chunks begin within a prompt."""
         chunks = (item for item in plan.scheduled if not item.decoding)
         return sum(len(item.token_ids) for item in chunks if item.start < self._sequences[item.seq_id].prompt_len)
 
@@ -326,7 +326,7 @@ class EngineCore:
         self.scheduler.check()
 
     def check_by_parts(self) -> Iterator[None]:
-        """check() in parts of less than a millisecond, for an engine that has fallen idle."""
+        """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
         return self.scheduler.check_by_parts()
 
 

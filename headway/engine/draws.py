@@ -22,7 +22,7 @@ from headway.policy.sizing import LOGIT_BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
 UNDECIDED = -2  # in place of a token id, where too few candidates were looked at to tell
-Index = Tensor | slice  # of rows; a slice costs no copy
+Index = Tensor | slice  # selects rows; a slice costs no copy
 NONE = torch.empty(0)  # in place of numbers that no row of a batch needs
 
 
@@ -43,7 +43,7 @@ class Cut:
     bounded: bool
 
     def take(self, index: Index, width: int) -> Cut:
-        """The same for some of the rows, with so many candidates."""
+        """The cut of some of the rows, with so many candidates."""
         return Cut(
             self.inverse_temperature[index],
             None if self.log_min_p is None else self.log_min_p[index],
@@ -64,12 +64,12 @@ class Rows:
     uniform: Tensor  # [R] float64, in [0, 1)
 
     def take(self, index: Index) -> Rows:
-        """The same for some of the rows."""
+        """What is known of some of the rows."""
         return Rows(self.x[index], self.peaks[index], self.best[index], self.uniform[index])
 
 
 def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:
-    """logits in float32, padded with -inf to a multiple of LOGIT_BLOCK tokens; the same tensor where it is so already.
+    """The logits in float32, padded with -inf to a multiple of LOGIT_BLOCK tokens; the same tensor if it is so already.
 
     result: float32 [R, padded_size(V)] to fill, in place of a new tensor.
     """

@@ -1,4 +1,4 @@
-"""What runs the scheduler's plans: this process's device (`runner`), and nothing else as yet."""
+"""The interface of what runs the scheduler's plans. `runner` implements it for this process's device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StepOutcome(msgspec.Struct):
     """What a step produced, by the seq_id of its sequences.
 
     Args:
-        tokens: new ones of each sequence that samples: the drafts that were accepted, and the token drawn after them.
+        tokens: new tokens of each sequence that samples: the drafts that were accepted, and the token drawn after them.
             None where the logits were not numbers, or the hidden states of a sequence that wants a vector.
-        logprobs: of the new tokens, for sequences that want them.
-        prompt_logprobs: of this step's prompt tokens, for sequences that want them.
+        logprobs: log-probabilities of the new tokens, for sequences that want them.
+        prompt_logprobs: those of this step's prompt tokens, for sequences that want them.
         pooled: what this step adds to the vectors that sequences want: float64.
-        drafts: proposed to follow the new tokens; the next step tries them.
+        drafts: tokens proposed to follow the new ones; the next step tries them.
         failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
         faults: names of the exceptions that sequences raised when they ran alone.
         routing: what mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that
@@ -58,11 +58,11 @@ class Executor(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary, below which all token ids are."""
 
     @property
     def generates(self) -> bool:
-        """The model has an output layer."""
+        """Whether the model has an output layer."""
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.

@@ -12,10 +12,10 @@ def framed(message: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts what comes into messages."""
+    """Cuts the bytes that come into messages."""
 
     def __init__(self) -> None:
-        self._begun = bytearray()  # of a message, or several
+        self._begun = bytearray()  # bytes that are not yet returned
 
     def take(self, data: bytes) -> list[bytearray]:
         """The messages that are complete with these bytes."""

@@ -14,7 +14,7 @@ from headway.engine.layout import BlockTables, ModelInput
 from headway.kernels.interface import StepGeometry
 from headway.policy.plan import ScheduledSequence, SequenceState
 
-_EACH_UP_TO = 16  # sizes that a step which cannot be padded may have too
+_EACH_UP_TO = 16  # where steps cannot be padded, each size up to this one is captured
 _STRIDE = 8
 
 

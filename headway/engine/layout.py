@@ -36,8 +36,8 @@ class BlockTables:
     """Block tables of the running sequences as an array for each KV cache group. `version` changes with each change.
 
     Args:
-        shares: of each group, how many blocks of a layer are in a block of the pool; the arrays have the first ones.
-        passed: what stands for blocks that windows have passed.
+        shares: for each group, how many blocks of a layer are in a block of the pool; the arrays have the first ones.
+        passed: the number that stands for blocks that windows have passed.
     """
 
     def __init__(self, max_sequences: int, max_blocks: int, shares: Sequence[int] = (1,), passed: int = 0) -> None:
@@ -94,9 +94,9 @@ class StepLayout:
     next step takes several times its usual time. Most steps are nothing but decodes: these are laid out with few calls.
 
     Args:
-        block_size: of the KV pool.
+        block_size: tokens in a block of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
-        shares, passed: as of BlockTables.
+        shares, passed: see BlockTables.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class StepLayout:
         return self._grouped(laid_out, rows, positions, most)
 
     def _grouped(self, laid_out: ModelInput, rows: list[int], positions: list[int], most: int) -> ModelInput:
-        """The same with the geometry of each KV cache group, if there are several."""
+        """The tensors with the geometry of each KV cache group added, if there are several."""
         step, count, size = laid_out.geometry, len(positions), self._block_size
         if len(self._tables) == 1:
             return laid_out
@@ -214,7 +214,7 @@ class StepLayout:
         return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
     def _decode_again(self, contexts: list[int], longest: int) -> ModelInput:
-        """A step of as many decodes as an earlier one, in the same tensors."""
+        """The tensors of an earlier step of as many decodes, filled for this one."""
         kept, context_lens = self._decodes[len(contexts)]
         context_lens[:] = contexts
         step, count = kept.geometry, len(contexts)

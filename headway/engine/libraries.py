@@ -1,7 +1,7 @@
-"""The least of torch, in the least time: its libraries loaded beside imports, and what no engine uses put off.
+"""Imports torch in less time: its libraries are loaded beside imports, and modules that no engine uses are put off.
 
-The system's linker takes a fifth of the time of importing torch, and does not need the interpreter. Another fifth are
-the shapes of what operations would return, which only torch's own compiler and tensors without storage ask for.
+The system's linker takes a fifth of the time of importing torch, and does not need the interpreter. Another fifth is
+for the shapes of what operations would return, which only torch's own compiler and tensors without storage ask for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-_LIBRARY = "lib/libtorch.so"  # which needs all others that do not need the interpreter
+_LIBRARY = "lib/libtorch.so"  # it needs all others that do not need the interpreter
 _PUT_OFF = "torch._meta_registrations"
 # The linker loads one library at a time, so those of all others come before torch's, which take it longest.
 _EXTENSIONS = (
@@ -26,7 +26,7 @@ _EXTENSIONS = (
     "_sha512", "_socket", "_ssl", "_struct", "_uuid", "array", "binascii", "cmath", "fcntl", "grp", "mmap", "select",
     "unicodedata", "zlib",
 )  # fmt: skip
-# What torch imports of other packages.
+# Modules of other packages that torch imports.
 _OTHERS = (
     "argparse", "csv", "glob", "gzip", "importlib.metadata", "multiprocessing.connection",
     "multiprocessing.spawn", "pickletools", "tarfile", "timeit", "tqdm", "unittest.mock", "urllib.request",
@@ -45,7 +45,7 @@ class _PutOff(ModuleType):
 
 
 def begin_import() -> None:
-    """Do what importing torch consists of in the best order, in a process where nobody else uses torch."""
+    """Begin the parts of importing torch in the best order, in a process where nobody else uses torch."""
     if "torch" in sys.modules:
         return
     if not os.path.exists("/dev/nvidiactl"):  # only the CPU's way was tried without
@@ -57,18 +57,18 @@ def begin_import() -> None:
 
 def _import(names: Iterable[str]) -> None:
     for name in names:
-        with suppress(ImportError):  # who needs it will say so
+        with suppress(ImportError):  # the code that needs it will say so
             importlib.import_module(name)
 
 
 def load_libraries() -> threading.Thread | None:
-    """Load them in a thread, which is returned; None where there is nothing to do.
+    """Load the libraries of torch in a thread, which is returned; None where there is nothing to do.
 
-    What fails here, importing torch will report.
+    If loading fails, importing torch will report it.
     """
     if "torch" in sys.modules:
         return None
-    spec = importlib.util.find_spec("torch")  # which does not import it
+    spec = importlib.util.find_spec("torch")  # this does not import it
     if spec is None or not spec.submodule_search_locations:
         return None
     library = os.path.join(spec.submodule_search_locations[0], _LIBRARY)

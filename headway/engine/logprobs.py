@@ -21,7 +21,7 @@ RANK, LOGPROB, ALTERNATIVES = 0, 1, 2
 
 
 def logprob_table(x: Tensor, token_ids: Tensor, top: int) -> Tensor:
-    """What TokenLogprobs holds, as one float64 tensor [L, 2 + 2 * top], so that it is read in one go.
+    """The contents of TokenLogprobs as one float64 tensor [L, 2 + 2 * top], so that they are read in one go.
 
     x [L, V] float32 logits padded as by `draws.padded`, token_ids [L]. Columns: rank, logprob, then the
     ids and the logprobs of the likeliest. A rank is one more than the number of strictly likelier tokens.

@@ -17,10 +17,10 @@ from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
 from headway.policy.sizing import DEVICE_SHARE, cpu_pool_bytes, sampling_bytes, shared_pool_bytes
 
-# Of each KV cache group the places, each with its layers by number.
+# The places of each KV cache group, each with its layers by number.
 Groups = Sequence[Sequence[tuple[int, ...]]]
 ACTIVATION_COPIES = 8  # tensors as large as the widest activation that a step has at once
-SCALE_DTYPE = torch.float32  # of a token and head in a cache of int8
+SCALE_DTYPE = torch.float32  # the scale of a token and head in a cache of int8
 
 
 def _cache_parts(
@@ -43,7 +43,7 @@ def bytes_per_block(
     """Bytes of one block in all layers, or those that a KV cache group has room for; with the scales of an int8 cache.
 
     Args:
-        groups: the places of each.
+        groups: the places of each KV cache group.
     """
     paged = [spec for spec in caches if isinstance(spec, CacheSpec) and spec.source is None]
     if groups:
@@ -112,8 +112,8 @@ def caches_in(
 ) -> list[LayerCache | LayerState]:
     """Each layer's part of its place.
 
-    Of several layers in a place, each has as many of its blocks in a block of the place as there are layers: block b
-    of the place begins with block b times that many, of the first of them.
+    Where n layers are in a place, each has n of its blocks in a block of the place: block b of the place begins with
+    block b * n of the first layer.
     """
     found: dict[int, LayerCache | LayerState] = {}
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""What the KV pool has to say for metrics: its state, and what happened since it was last asked."""
+"""The metrics of the KV pool: its state, and what happened since it was last asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MemoryCounts:
         self._hits: Counter[str] = Counter()
 
     def add_to(self, stats: EngineStats) -> None:
-        """Fill in what is about the pool."""
+        """Fill in the fields about the pool."""
         pool, prefix = self._pool, self._pool.prefix_stats
         stats.protected_blocks, stats.watermark_blocks = pool.cached.num_protected, self._watermark
         stats.blocks_of_class = dict(pool.used)

@@ -40,14 +40,14 @@ class AbortRequest(_Message):
 
 
 class SetClasses(_Message):
-    """New requests are of these classes, and tenants have these weights."""
+    """Sets the classes of new requests and the weights of tenants."""
 
     classes: ClassTable
     weights: dict[str, float]
 
 
 class Explain(_Message):
-    """Answered with Explanation: the last steps, at most so many."""
+    """Asks for the last steps, at most so many; the answer is an Explanation."""
 
     most: int
 
@@ -72,15 +72,15 @@ class Ready(_Message):
     max_model_len: int
     device: str
     kv_cache_dtype: str  # what auto came to
-    max_num_seqs: int  # that run at once
-    pool_tokens: int  # that the KV pool holds
-    pinned_blocks: int = 0  # of preloaded prompts
-    left_out: list[str] = []  # of prompts that were not preloaded, why
+    max_num_seqs: int  # sequences that run at once
+    pool_tokens: int  # tokens that the KV pool holds
+    pinned_blocks: int = 0  # blocks of preloaded prompts
+    left_out: list[str] = []  # why prompts were not preloaded, a line for each
     checkpoints: int | None = None  # slots for states of prefixes; None for a model without recurrent layers
     generates: bool = True  # the model has an output layer
     kernels: str = ""  # which of several were chosen by measuring, for people
-    block_bytes: int = 0  # of a KV block in all layers
-    kept_bytes: int = 0  # of packed weights, which are being written to the cache
+    block_bytes: int = 0  # bytes of a KV block in all layers
+    kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
 
 
 class Failed(_Message):
@@ -153,7 +153,7 @@ class SequenceOutput(_Message):
     timings: SequenceTimings | None = None  # with the last output, for finished choices
     error: str | None = None  # with finish_reason "error", "late" and "timeout": what happened, for the user
     retry_after_s: int = 0  # with finish_reason "late": when there should be room
-    vector: bytes | None = None  # of a request with pooling: float32, with the last output
+    vector: bytes | None = None  # the vector of a request with pooling: float32, with the last output
 
 
 class EngineStats(_Message):
@@ -172,30 +172,30 @@ class EngineStats(_Message):
     received: int = 0  # requests that have reached the engine since its start
     stall_ns: dict[str, int] = {}  # cause -> nanoseconds of all sequences of this step
     scheduled_sequences: int = 0
-    predicted_ns: float = 0.0  # of the step's forward pass; 0 where nothing is predicted as yet
-    forward_ns: int = 0  # what that took
-    slack_ns: float = 0.0  # that promised tokens had left when the step was decided; 0 where none is promised
+    predicted_ns: float = 0.0  # predicted time of the step's forward pass; 0 where nothing is predicted as yet
+    forward_ns: int = 0  # measured time of the forward pass
+    slack_ns: float = 0.0  # time that promised tokens had left when the step was decided; 0 where none is promised
     left_out: int = 0  # decoding sequences without a promise that got no token
-    windows: int = 0  # opened, to wait for company
+    windows: int = 0  # windows that were opened, in which an idle engine waits for more requests
     running_of_class: dict[str, int] = {}
     waiting_of_class: dict[str, int] = {}
-    protected_blocks: int = 0  # what is in them is given up last, or never
-    watermark_blocks: int = 0  # that admission leaves free
-    blocks_of_class: dict[str, int] = {}  # in use; those of several classes under an empty name
+    protected_blocks: int = 0  # blocks whose contents are given up last, or never
+    watermark_blocks: int = 0  # blocks that admission leaves free
+    blocks_of_class: dict[str, int] = {}  # blocks in use; those of several classes under an empty name
     evictions: dict[str, dict[str, int]] = {}  # class -> reason -> cached blocks that were given up
     queries_of_class: dict[str, int] = {}  # prompt tokens looked up
-    hits_of_class: dict[str, int] = {}  # and found
+    hits_of_class: dict[str, int] = {}  # prompt tokens found
     allocated_blocks: int = 0
     allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
     swaps: dict[str, int] = {}  # what HostPool counts: tokens, decisions and predicted nanoseconds
     swap_usage: float = 0.0  # share of the host's blocks in use, 0..1
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
-    fairness_bound: float = 0.0  # that it could have been
+    fairness_bound: float = 0.0  # most tokens that it could have been ahead
     longest_step_ns: float = 0.0  # what any step is predicted to take at most; 0 where nothing is predicted as yet
     moe_mixtures: int = 0  # times that a layer's experts were asked
     moe_expert_tokens: int = 0  # pairs of a token and an expert that it went to
-    moe_experts_touched: int = 0  # that had any token
-    moe_busiest_expert_tokens: int = 0  # of the one that had most
+    moe_experts_touched: int = 0  # experts that had any token
+    moe_busiest_expert_tokens: int = 0  # tokens of the expert that had most
 
 
 class ExplainedStep(_Message):

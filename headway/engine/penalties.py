@@ -26,9 +26,9 @@ from headway.policy.sizing import ENTRIES_AT_A_TIME
 class _History:
     """The distinct tokens among the first `seen` of a sequence, in the order of their first occurrence, with counts."""
 
-    places: dict[int, int]  # of each token in the arrays
+    places: dict[int, int]  # the place of each token in the arrays
     token_ids: array[int]
-    counts: array[float]  # in the output, as float32
+    counts: array[float]  # how often each token is in the output, as float32
     seen: int
 
 
@@ -87,7 +87,7 @@ class PenaltyTable:
         logits[at] = new
 
     def _history(self, sequence: SequenceState) -> _History:
-        """The history of all tokens up to now."""
+        """The history of a sequence, brought up to its newest token."""
         history = self._histories.get(sequence)
         if history is None:
             prompt = list(dict.fromkeys(sequence.tokens[: sequence.prompt_len]))

@@ -1,6 +1,6 @@
-"""One vector for a prompt, of the hidden states that its steps compute.
+"""Makes one vector of the hidden states that the steps of a prompt compute.
 
-Sums are of float64, so that the chunks of a prompt make no difference to the vector, which is float32.
+Sums are in float64, so that the chunks of a prompt make no difference to the vector, which is float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Part = NDArray[np.float64]
 def pooled_parts(
     model: Decoder, hidden: Tensor, scheduled: Sequence[ScheduledSequence], sequences: Sequence[SequenceState]
 ) -> dict[int, Part]:
-    """What a step adds to the vectors that are asked for, by seq_id: hidden is [T, hidden], of all its tokens."""
-    scale = 1 / model.config.multipliers.logits  # which the last norm has
+    """What a step adds to the vectors that are asked for, by seq_id. `hidden` is [T, hidden], of all its tokens."""
+    scale = 1 / model.config.multipliers.logits  # the last norm has multiplied by it
     found: dict[int, Tensor] = {}
     scored: list[tuple[int, tuple[int, ...], int]] = []
     end = 0

@@ -1,8 +1,8 @@
 """The engine process: the step loop between a socket and a device.
 
-Run as `python -m headway.engine DESCRIPTOR`, a socket that the API process holds the other end of. It reads from its
-standard input what it is to run, and ends when told to, when the parent dies, or when a step fails and no request is to
-blame.
+It is run as `python -m headway.engine DESCRIPTOR`. The descriptor is that of a socket, and the API process has the
+other end. The engine reads from its standard input what it is to run. It ends when told to, when the parent dies, or
+when a step fails and no request is to blame.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Channel:
         return bool(poll.poll(timeout_ms))
 
     def receive(self, timeout_ms: int) -> Iterator[ToEngine]:
-        """The messages that have come; waits up to timeout_ms for the first. Shutdown when the API process is gone."""
+        """The messages that have come, after up to timeout_ms for the first; Shutdown if the API process is gone."""
         self._flush()
         if timeout_ms and not self._received:
             self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), timeout_ms)
@@ -127,7 +127,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         return 1
     try:
         engine = start_engine(configure.config, lambda stage, ns: channel.send(Progress(stage, ns)))
-    except Exception as error:  # a kernel's compiler has errors of its own, too
+    except Exception as error:  # a kernel's compiler has its own errors, too
         if not isinstance(error, ValueError):
             traceback.print_exc()
         channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))
@@ -138,7 +138,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
     blocks = engine.core.scheduler.blocks
     pool_tokens = blocks.pool_tokens(engine.max_model_len)
     checkpoints = blocks.checkpoints
-    pinned = len({blocks.node_of(block) for block in blocks.pinned})  # one for all KV cache groups
+    pinned = len({blocks.node_of(block) for block in blocks.pinned})  # blocks of all KV cache groups have one node
     channel.send(
         Ready(
             PROTOCOL_VERSION,
@@ -169,7 +169,7 @@ def quiet_garbage_collector() -> None:
 
 
 def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
-    checking: Iterator[None] | None = None  # the pool's integrity, while there is nothing else to do
+    checking: Iterator[None] | None = None  # checks the pool's integrity while there is nothing else to do
     while True:
         busy = core.has_work
         there = channel.receive(core.waits_ms if busy else 0 if checking else IDLE_POLL_MS)

@@ -18,7 +18,7 @@ from headway.engine.executor import EngineFault, Executor, StepOutcome
 from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, StepPlan
 
-# When this many requests fail and no run between them succeeds, the fault is not theirs.
+# When this many requests fail and no run between them succeeds, the requests are not at fault.
 MOST_FAULTS = 3
 _DEVICE_ERRORS = ("CUDA error", "Error [CUDA]")
 logger = logging.getLogger("headway.engine")

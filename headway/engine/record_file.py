@@ -82,7 +82,7 @@ class RecordFile:
             model=settings.model,
             device=device,
             kv_cache_dtype=kv_cache_dtype,
-            settings=asdict(replace(settings, preloaded=[])),  # no token ids
+            settings=asdict(replace(settings, preloaded=[])),  # a recording has no token ids
             scheduler=asdict(config),
             num_blocks=blocks.num_blocks,
             block_size=blocks.block_size,
@@ -94,7 +94,7 @@ class RecordFile:
             groups=list(blocks.groups),
         )
         self.write(engine, idle=True)
-        # Without the random root, somebody who has the file could test guesses of a prompt against its block numbers.
+        # Without a random root, anyone who has the file could test guesses of a prompt against its block numbers.
         return RecordedScheduler(config, blocks, self.write, root=secrets.randbits(60))
 
     def write(self, record: Record, idle: bool) -> None:

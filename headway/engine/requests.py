@@ -43,15 +43,15 @@ class InFlight:
     take: Callable[[StreamItem], None]
     aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
     replayed: bool = False
-    number: int = _NOT_SENT  # among the requests sent to the engine process that runs
-    deaths: int = 0  # of engines that it was in, since its last output
+    number: int = _NOT_SENT  # its number among the requests sent to the engine process that runs
+    deaths: int = 0  # how many engines died with it in them since its last output
 
     @property
     def is_sent(self) -> bool:
         return self.number != _NOT_SENT
 
     def message(self, now: int) -> AddRequest:
-        """What to send to the engine."""
+        """The message that hands the request over to the engine."""
         if not self.replayed:
             return self.request
         self.ledger.mark(Phase.ENGINE_RESTART, now)
@@ -73,7 +73,7 @@ class InFlight:
         self.take(output)
 
     def died(self, now: int, alone: bool) -> None:
-        """The engine process died. If the request was in it, its time there is not known."""
+        """Note that the engine process died. If the request was in it, its time there is not known."""
         self.replayed = True
         if self.is_sent:
             self.ledger.mark(Phase.ENGINE_LOST, now)
@@ -109,18 +109,18 @@ class Requests:
         self._replay = replay
         self._known: dict[str, InFlight] = {}
         self._unsent: deque[InFlight] = deque()
-        self._sent = 0  # to the engine process that runs
+        self._sent = 0  # how many were sent to the engine process that runs
         self._unreported: dict[str, InFlight] = {}  # choices that had not reached the engine at its last report
         self._suspect: InFlight | None = None  # the suspect that was handed over last, while it has no output
 
     @property
     def num_unreported(self) -> int:
-        """Choices of which the engine has not yet said that they reached it."""
+        """How many choices the engine has not yet said that it has."""
         return sum(len(entry.choices) for entry in self._unreported.values())
 
     @property
     def are_in_engine(self) -> bool:
-        """The engine has some that it has not finished."""
+        """Whether the engine has some that it has not finished."""
         return any(entry.is_sent and entry.choices for entry in self._known.values())
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class Requests:
         return entry
 
     def remove(self, entry: InFlight) -> bool:
-        """Forget a request. True where an engine has it, which is then to be told to drop it."""
+        """Forget a request. True where the engine has it and must be told to drop it."""
         name = entry.request.request_id
         if self._known.get(name) is not entry:
             return False
@@ -155,7 +155,7 @@ class Requests:
         return entry.is_sent and bool(entry.choices)
 
     def abort(self, request_id: str, index: int, now: int) -> bool:
-        """Drop a choice, or all with index -1. True where an engine has it, which is then to be told."""
+        """Drop a choice, or all with index -1. True where the engine has it and must be told."""
         entry = self._known.get(request_id)
         if entry is None:
             return False
@@ -198,7 +198,7 @@ class Requests:
                     self._suspect = None
 
     def engine_died(self, now: int, error: Exception) -> None:
-        """The engine process died, and no engine has any request. Without replay, all end with `error`."""
+        """Note that the engine process died, and that no engine has a request. Without replay, all end with `error`."""
         if not self._replay:
             self.end_all(error)
         inside = [entry for entry in self._known.values() if entry.is_sent and entry.choices]

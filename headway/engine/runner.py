@@ -24,23 +24,23 @@ from headway.policy.accounting import StepTimes
 from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
 from headway.policy.sizing import PROMPT_LOGPROB_ROWS
 
-_CAUGHT_UP = 256  # tokens at a time, of those that are computed again for their states
+_CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 
 
 class Runner:
     """The Executor of one device: owns the model, the KV caches and the sampler.
 
     Args:
-        cache_dtype: of keys and values in the KV pool; the model's, or int8.
+        cache_dtype: the dtype of keys and values in the KV pool; the model's, or int8.
         num_blocks, block_size: shape of the KV pool.
         max_num_seqs, max_model_len: bounds of the block table array.
-        host_blocks: that preempted sequences may be swapped out to.
+        host_blocks: how many blocks in host memory preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
         groups: KV cache groups; empty where one block table is for all.
         graphs: on a GPU, launch decode steps as CUDA graphs.
 
     Attributes:
-        host: these blocks; None without any.
+        host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
 
@@ -83,7 +83,7 @@ class Runner:
         self._has_experts = config.routing is not None
         self.decodes: DecodeBuffers | None = None
         if graphs and device.type == "cuda" and self._states is None:
-            # Rows of no sequence would go to experts, which are read for them.
+            # Rows of no sequence would go to experts too, whose weights are then read for nothing.
             sizes = graph_sizes(max_num_seqs, padded := not self._has_experts)
             of_tables = self.layout.tables, block_size, max_model_len
             self.decodes = DecodeBuffers(device, sizes, padded, *of_tables)
@@ -140,9 +140,9 @@ class Runner:
         return hidden
 
     def _catch_up(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState], states: StateSlots) -> None:
-        """Compute the states of sequences that are not those before this step's tokens, from their first token on.
+        """Compute the states of sequences again, from the first token on, where they are not those before this step.
 
-        So it is after a step that failed. Keys and values are written again with the same numbers.
+        This happens after a step that failed. Keys and values are written again with the same numbers.
         """
         for item, sequence in zip(scheduled, sequences, strict=True):
             if states.has(item, sequence):
@@ -153,7 +153,7 @@ class Runner:
                 self._forward(self.layout.lay_out(part, [sequence]), part, [sequence])
 
     def forget(self, seq_id: int) -> None:
-        """The sequence finished or was preempted."""
+        """Forget a sequence that has finished or was preempted."""
         sequence = self._known.pop(seq_id, None)
         if sequence is not None:
             if self._states is not None:
@@ -162,7 +162,7 @@ class Runner:
             self.sampler.forget(sequence)
 
     def recover(self) -> None:
-        """As Executor.recover(): all that is forgotten is made again from the sequences."""
+        """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
         self.layout.reset()
         self.sampler.reset()
 
@@ -177,7 +177,7 @@ class Runner:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 
     def _apply(self, plan: StepPlan) -> list[SequenceState]:
-        """Apply the plan to what is known, and return its sequences. The same plan changes nothing a second time."""
+        """Apply the plan to the known sequences, and return its own. The same plan changes nothing a second time."""
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)

@@ -33,16 +33,19 @@ from headway.policy.plan import SequenceState
 from headway.policy.sizing import padded_size
 
 BAD_TOKEN = -1
-_ALONE_BELOW = 2**21  # elements
+_ALONE_BELOW = 2**21  # with fewer elements, operations are run on one thread alone
 # Memory for logits is given back after this many steps in a row that used a quarter of it or less, or when no sequence
-# is left.
+# is left. _KEPT_BYTES stay even then.
 _STEPS_BEFORE_SHRINKING = 256
-_KEPT_BYTES = 4 << 20  # even then
+_KEPT_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The outcome of a step, by row: BAD_TOKEN where the logits are bad, logprobs None there and where nobody asked."""
+    """The outcome of a step, row by row.
+
+    Where logits are bad, the token is BAD_TOKEN. Log-probabilities are None there, and where nobody asked for them.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -54,7 +57,7 @@ class Sampler:
     Args:
         vocab_size: tokens in the vocabulary; ids in logit_bias and in sequences must be below it.
         device: where the logits are.
-        draw: Kernels.draw of that device.
+        draw: Kernels.draw of this device.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, draw: Draw | None = None) -> None:
@@ -143,11 +146,11 @@ class Sampler:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are kept between steps."""
+        """How many bytes are kept between steps."""
         return self._memory.nbytes + self._penalties.nbytes
 
     def reset(self) -> None:
-        """Forget every sequence. What is kept of one is made again from its tokens."""
+        """Forget every sequence. What is kept of each is made again from its tokens."""
         self._penalties = PenaltyTable(self.device)
         self._edits.clear()
         self._known.clear()
@@ -197,7 +200,7 @@ class Sampler:
 
 
 def _entries(token_ids: list[int], rows: list[list[float]], batch: SamplingBatch) -> list[TokenLogprobs | None]:
-    """By row, from those of the logprob_table."""
+    """The log-probabilities of each row, from `rows` of logprob_table(); None for rows that want none or are bad."""
     entries: list[TokenLogprobs | None] = [None] * len(token_ids)
     for row, numbers in zip(batch.wants_logprobs, rows, strict=True):
         if token_ids[row] != BAD_TOKEN:
@@ -210,6 +213,6 @@ def _ends(sequences: list[SequenceState]) -> list[int]:
 
 
 def _threads_for(logits: Tensor) -> AbstractContextManager[None]:
-    """Has small tensor operations on a CPU run on this thread alone."""
+    """A context in which small tensor operations on a CPU run on this thread alone."""
     alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
     return one_thread() if alone else nullcontext()

@@ -1,4 +1,4 @@
-"""What a list of sequences asks of the sampler; made once for as long as the list stays the same.
+"""What a list of sequences asks of the sampler. It is made once for as long as the list stays the same.
 
 It is a table for the kernel that draws, where there is one, and tensors elsewhere.
 """
@@ -18,8 +18,8 @@ from headway.kernels.interface import DRAW
 from headway.policy.plan import SequenceState
 from headway.policy.sizing import padded_size
 
-GREEDY_BELOW = 1e-5  # temperature; vLLM's limit
-# A top_p beyond this is one: sums of weights in two orders differ by more, and no tokens might have as much together.
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy; vLLM's limit
+# A top_p above this counts as 1: sums of weights in two orders differ by more, so that no tokens might reach it.
 _WHOLE = 1.0 - 1e-9
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -37,7 +37,7 @@ class Group:
     """Rows of a batch that are drawn alike: from what the cut keeps, or the likeliest token where there is none."""
 
     members: list[int]
-    rows: draws.Index  # the same
+    rows: draws.Index  # the same rows, as an index of tensors
     cut: draws.Cut | None
 
 
@@ -47,11 +47,11 @@ class Edits:
 
     rows: Tensor
     token_ids: Tensor
-    bias: Tensor  # float32
+    bias: Tensor  # float32, added to the logit
     allowed_from: Tensor  # float64, the first position at which the token may come
 
 
-TokenEdits = NDArray[np.float64]  # [3, N]: of one sequence, token ids, bias, allowed_from
+TokenEdits = NDArray[np.float64]  # [3, N]: token ids, bias and allowed_from of one sequence
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class SamplingBatch:
 
     Args:
         table: rows of DRAW, without positions and seen tokens; None where no kernel draws.
-        streams: of random numbers, by row; they, groups and edits are for draws without a kernel.
+        streams: starts of the random streams, row by row. They, groups and edits are for draws without a kernel.
         penalised: rows with penalties.
         wants_logprobs, logprob_rows: rows that want log-probabilities.
         top_logprobs: most alternatives that any row wants.
@@ -78,7 +78,7 @@ class SamplingBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """No row is drawn at random."""
+        """Whether no row is drawn at random."""
         return all(group.cut is None for group in self.groups)
 
     @property
@@ -96,8 +96,8 @@ def describe(
 ) -> SamplingBatch:
     """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-    known_edits: what was read of sequences before, as their lists can be long. New ones are added to it; a kernel reads
-    them there.
+    known_edits: edits that were read of sequences before, as their lists can be long. New ones are added to it; a
+    kernel reads them there.
     """
     edits: dict[int, TokenEdits] = {}
     for row, sequence in enumerate(sequences):
@@ -171,7 +171,7 @@ def _table(
 
 
 def undecided(groups: list[Group], token_ids: list[int], size: int, device: torch.device) -> list[Group]:
-    """The rows that have no token yet, to be drawn from more candidates; size: of the padded vocabulary."""
+    """The rows that have no token yet, to be drawn from more candidates. `size` is that of the padded vocabulary."""
     found = []
     for group in groups:
         places = [place for place, row in enumerate(group.members) if token_ids[row] == draws.UNDECIDED]

@@ -38,13 +38,13 @@ _PACKED_BYTES = {
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE, of Linux 5.14; it changes nothing that is written meanwhile
 _PIECE = 32 << 20
-_MOST_GROWTH = 4  # of weights that are packed: a config.json that claims more does not fit the files
+_MOST_GROWTH = 4  # how much packed weights may grow; a config.json that claims more does not fit the files
 
 
 def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | None = None) -> LoadedEngine:
     """Import the engine and build it. `import` is the stage before those of build_engine.
 
-    Raises as build_engine.
+    Raises what build_engine() raises.
     """
     with uncollected(), ExitStack() as beside:
         began = time.monotonic_ns()
@@ -82,7 +82,7 @@ def _prepare(config: EngineConfig) -> tuple[mmap.mmap | None, WeightCache | None
         build_engine, which says what they are.
     """
     with_gpu = config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
-    # Of several memory nodes LargePages chooses itself where its pages come from, before they are filled.
+    # On several memory nodes, LargePages itself chooses where its pages come from before they are filled.
     several_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1
     can_prepare, cache = not with_gpu and not several_nodes and sys.platform == "linux", None
     try:
@@ -111,7 +111,7 @@ def packed_bytes(config: EngineConfig, model: ModelConfig) -> int:
         return sum(path.stat().st_size for path in gguf_files(Path(config.model)))
     dtype = model.dtype or "float32" if config.dtype == "auto" else config.dtype
     packed = model.packed
-    # Of gpt-oss in MXFP4, only the experts are packed, which are not counted here.
+    # In gpt-oss with MXFP4, only the experts are packed, and they are not counted here.
     scheme = config.quantization if packed is None or packed.layout == "mxfp4" else packed.scheme
     size = _PACKED_BYTES.get(scheme, _DTYPE_BYTES.get(dtype, 0.0))
     shapes = expected_tensors(replace(model, packed=None))

@@ -1,4 +1,4 @@
-"""Where the states of sequences stand that recurrent layers keep, and how many tokens each of them has seen."""
+"""The slots of the states that recurrent layers keep of sequences, and how many tokens each state has seen."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headway.kernels.host import to_device
 from headway.kernels.interface import Span
 from headway.policy.plan import ScheduledSequence, SequenceState
 
-_UNKNOWN = -1  # tokens of a state that a step may have changed, and has not been seen to end
+_UNKNOWN = -1  # tokens seen by a state that a step may have changed, until the step is known to have ended
 
 
 class StateSlots:
-    """The slots of sequences that run: one each, from its first step until it is forgotten.
+    """The slots of running sequences. Each has one, from its first step until it is forgotten.
 
     Args:
-        num_slots: of sequences that run at a time. The slots of checkpoints follow them.
+        num_slots: slots of sequences, as many as run at a time. The slots of checkpoints follow them.
     """
 
     def __init__(self, num_slots: int, num_checkpoints: int, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class StateSlots:
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[int, int] = {}  # by seq_id
-        self._seen: dict[int, int] = {}  # tokens, by seq_id
+        self._seen: dict[int, int] = {}  # how many tokens the state has seen, by seq_id
         self._spans = np.zeros((1 + num_slots + num_checkpoints, len(Span._fields)), np.int64)
 
     def has(self, item: ScheduledSequence, sequence: SequenceState) -> bool:
@@ -62,12 +62,12 @@ class StateSlots:
         return to_device(filled if self._device.type == "cpu" else filled.copy(), self._device)
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
-        """A step of these sequences has ended."""
+        """Note that a step of these sequences has ended."""
         for item in scheduled:
             self._seen[item.seq_id] = item.start + len(item.token_ids)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence needs its slot no more."""
+        """Free the slot of a sequence that needs it no more."""
         if seq_id in self._slots:
             self._free.append(self._slots.pop(seq_id))
             del self._seen[seq_id]

@@ -21,8 +21,8 @@ class HostBlocks:
     ordered among each other, and the device has done them when a call returns.
 
     Args:
-        caches: of the KV pool.
-        num_blocks: on the host; its memory is page-locked where the pool is on a GPU.
+        caches: the caches of the KV pool.
+        num_blocks: how many blocks the host has; their memory is page-locked where the pool is on a GPU.
     """
 
     def __init__(self, caches: list[LayerCache], num_blocks: int) -> None:
@@ -58,9 +58,9 @@ class HostBlocks:
 
     @torch.inference_mode()
     def measured(self) -> SwapSpace:
-        """How much there is, and how long copies take: the shortest of some of one block and of many.
+        """The number of blocks, and how long copies take: the shortest of several of one block, and of many.
 
-        What is copied is what the pool's first blocks have, so that they are left as they were.
+        The pool's first blocks are copied there and back, so that they are left as they were.
         """
         count = min(MEASURED_BLOCKS, len(self._rows), len(self._parts[0]))
         one, many = self._round_trip_ns(1), self._round_trip_ns(count)

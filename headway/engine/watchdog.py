@@ -1,9 +1,9 @@
 """Notices an engine process that has work and ends no step: one that is stopped, waits for ever or runs in circles.
 
-It is judged by steps that end, not by a sign of life: a process may well answer whose device does not. What counts is
-time in which the engine could have got on. While its main thread wants to run and has no processor, as on a crowded
-machine, or waits for the disk, only the processor's time that it has had counts; and while the API process itself
-stands still, as on a machine that is suspended, nothing does. So no healthy engine is restarted on a slow machine.
+It is judged by steps that end, not by a sign of life: a process may well answer while its device does not. Only time in
+which the engine could have got on counts. While its main thread waits for a processor, as on a crowded machine, or for
+the disk, only the processor time that it has had counts. While the API process itself stands still, as on a machine
+that is suspended, no time counts. So no healthy engine is restarted on a slow machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORGOTTEN_AFTER_S, MOST_DOUBLINGS = 3600.0, 3
 _LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
 _STOPPED = "Tt"  # by a signal or a debugger, as Linux names the states of a thread
 _WANTS_TO_RUN = "RD"
-_TICKS_PER_S = 100.0  # of times in /proc
+_TICKS_PER_S = 100.0  # the unit of times in /proc
 
 
 class Watchdog:
@@ -32,8 +32,8 @@ class Watchdog:
         timeout_s: the limit; None follows the prediction, and is MOST_S until there is one.
 
     Attributes:
-        steps: that have ended; to be counted up by whoever hears of them.
-        longest_step_ns: as the engine predicts it; 0 is not known.
+        steps: how many steps have ended; counted up by the owner, which hears of them.
+        longest_step_ns: the longest step as the engine predicts it; 0 while it is not known.
         stalled_s: for how long no step has ended, where that is beyond the limit; else 0.
     """
 
@@ -85,7 +85,7 @@ class Watchdog:
 
 
 def _main_thread(pid: int) -> tuple[str, float]:
-    """(state, seconds of a processor that it has had) of the thread that runs the steps; where that is unknown, S."""
+    """(state, seconds of processor time so far) of the thread that runs the steps; the state is S if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("16sQQ")  # a mark, and the bytes of all tensors and of the pickle
 _MARK = b"headway weights1"
-_LEAST_BYTES = 64 << 20  # of tensors; fewer are packed as soon as they are read
-_MOST_BYTES, _MOST_OF_DISK = 64 << 30, 0.1  # of all files
-_FREE_OF_DISK = 0.05  # that stay
+_LEAST_BYTES = 64 << 20  # fewer bytes of tensors are packed as fast as a file is read
+_MOST_BYTES, _MOST_OF_DISK = 64 << 30, 0.1  # limits of all files together
+_FREE_OF_DISK = 0.05  # the share of the disk that stays free
 _ALIGNMENT, _LARGE_PAGE, _PIECE = 64, 2 << 20, 32 << 20
 _READERS = 4  # most of the time, the system fills pages with zeros before it copies into them
 _ENDING = ".weights"
 _ABANDONED_S = 3600.0
-_ROOMS = ("kernels", "models")  # whose code says what is packed, and how
+_ROOMS = ("kernels", "models")  # their code says what is packed, and how
 
 
 class WeightCache:
     """The file of a model's weights.
 
     Args:
-        path: which need not be there.
+        path: the file, which need not be there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.kept_bytes = 0  # of the file that this start writes
+        self.kept_bytes = 0  # bytes of the file that this start writes
         self._memory: mmap.mmap | None = None
         self._pickle = b""
         self._readers: list[threading.Thread] = []
@@ -64,7 +64,7 @@ class WeightCache:
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightCache | None:
-        """That of the model which an engine is to load; None where none is wanted. Raises OSError."""
+        """The cache of the model that an engine is to load; None where none is wanted. Raises OSError."""
         folder = Path(config.model)
         if not config.weight_cache or config.load_format == "dummy" or not folder.is_dir():
             return None
@@ -77,7 +77,7 @@ class WeightCache:
     # --- reading ------------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Begin to read the file in threads of their own; False where there is none that can be trusted."""
+        """Begin to read the file in other threads; False where there is none that can be trusted."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -121,7 +121,7 @@ class WeightCache:
         """The weights, as `keep` was given them; None where they cannot be had.
 
         Args:
-            parts: of the kernels, by the names that they had then.
+            parts: parts of the kernels, by the names that they had then.
         """
         if self._memory is None:
             return None
@@ -130,7 +130,7 @@ class WeightCache:
         try:
             if not self._failed:
                 return _Unpickler(self._pickle, self._memory, parts).load()
-        except Exception:  # of a file that is damaged, or that other code has written
+        except Exception:  # the file is damaged, or other code has written it
             pass
         self._memory = None  # it is written again
         return None
@@ -182,7 +182,7 @@ class _Pickler(pickle.Pickler):
         self._out = io.BytesIO()
         super().__init__(self._out, protocol=5)
         self._names = {id(part): name for name, part in parts.items()}
-        self._tensors: dict[int, tuple[Tensor, int]] = {}  # by id: with its place
+        self._tensors: dict[int, tuple[Tensor, int]] = {}  # each tensor with its place, by its id()
         self.size = 0
 
     def persistent_id(self, obj: Any) -> Any:
@@ -199,7 +199,7 @@ class _Pickler(pickle.Pickler):
         return self._tensors[id(obj)][1], str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file."""
+        """The bytes of the whole file, in pieces."""
         import torch
 
         pickled = self._out.getvalue()
@@ -220,7 +220,7 @@ class _Unpickler(pickle.Unpickler):
         self._memory, self._first, self._parts = memory, _first_page(memory), parts
 
     def persistent_load(self, pid: Any) -> Any:
-        """The part, or the tensor."""
+        """The part or the tensor that stands behind this id."""
         import torch
 
         if isinstance(pid, str):
@@ -233,7 +233,7 @@ class _Unpickler(pickle.Unpickler):
         return torch.frombuffer(self._memory, dtype=kind, count=count, offset=self._first + place).view(shape)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Of this package, and what the objects of its classes have in them."""
+        """What has this name, if it is of this package or its objects contain it; else raises UnpicklingError."""
         import torch
 
         if module.startswith("headway.") or (module, name) in _KNOWN:
@@ -253,7 +253,7 @@ def _identity(path: Path) -> tuple[str, int, int]:
 
 
 def _processor() -> list[str]:
-    """What the layout of packed weights is chosen by."""
+    """The properties of the processor by which the layout of packed weights is chosen."""
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -289,7 +289,7 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 def _room(folder: Path) -> int:
-    """Bytes that a new file may have: others are given up for it, but not the disk's last ones."""
+    """How many bytes a new file may have. Other files are given up for it, but the disk's last bytes are not used."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     try:
         disk = shutil.disk_usage(there)
