@@ -68,7 +68,7 @@ def ranked(logits: np.ndarray, sequence: SequenceState) -> tuple[list[int], list
 def kept(
     order: list[int], weights: list[float], sequence: SequenceState, nudge: float = 0.0
 ) -> tuple[list[int], np.ndarray]:
-    """Those that are kept of all that are ranked.
+    """The ranked tokens that are kept, and their weights.
 
     nudge moves top_p and min_p by this share, to find out what rounding may decide.
     """

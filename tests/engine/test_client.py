@@ -56,14 +56,14 @@ async def running(tmp_path: Path, replay: bool = True, **changes: object) -> Asy
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineClient]:
-    """Of the tests that leave it with an engine that serves, be it another one."""
+    """The client that tests share if they leave it with an engine that serves, be it another one."""
     async with running(tmp_path_factory.mktemp("shared")) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often engines have died in the tests before."""
+    """Start engines without a pause, however often engines have died in the tests before."""
     monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
 
 

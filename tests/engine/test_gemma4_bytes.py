@@ -22,7 +22,7 @@ from headway.models.loading import load_model
 from tests.engine.models import TINY_GEMMA4, TINY_LLAMA
 
 RAW = TINY_LLAMA | TINY_GEMMA4
-# Of 4 layers, the first two have a cache: keys and values of 2 heads of 16, and of 2 of 32.
+# The first two of 4 layers have a cache: keys and values of 2 heads of 16, and of 2 of 32.
 TOKEN = 2 * 2 * (16 + 32)
 
 
@@ -37,7 +37,7 @@ def test_a_block_is_counted_once_for_all_layers_that_read_it() -> None:
 
 
 def test_a_decode_reads_the_keys_of_all_layers_and_writes_those_of_two() -> None:
-    """In windows of 20, of a context of 40; each layer reads for itself, also what is another's."""
+    """Windows are 20, the context is 40. Each layer reads for itself, also from the cache of another."""
     work = step_work(read_shape(RAW), [Chunk(1, 39)]).values()
     assert sum(part.kv_read_bytes for part in work) == 2 * (20 * 2 * 2 * 16 * 2 + 40 * 2 * 2 * 32 * 2)
     assert sum(part.kv_write_bytes for part in work) == 2 * TOKEN

@@ -52,9 +52,9 @@ class Model(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements of its dtype, int8 with a scale.
+        """Bytes of a token in the cache: keys and values, 2 layers, 2 heads, 16 elements; int8 has a scale.
 
-        Or a latent and its key, 48 and 16 elements, in each layer. In Gemma 4, heads of 16 and of 32 in a layer each.
+        A latent and its key have 48 and 16 elements in each layer. Gemma 4 has heads of 16 and of 32 in a layer each.
         """
         size = 4 if self.dtype == "float32" else 2
         if self.family == "gemma4":
@@ -96,7 +96,10 @@ class Model(NamedTuple):
     ids="-".join,
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """With its name another family; with "vectors" as where there are no matrix tiles, or the system refuses them."""
+    """A model with these settings; "vectors" stands for a processor without matrix tiles, or a refusal of the system.
+
+    The name of another family may come last.
+    """
     settings, family = request.param, ""
     if settings[-1] in _FAMILIES:
         *settings, family = settings

@@ -46,7 +46,7 @@ GROUPS = {
     "gemma4": [[5, 9], [0, 1], [2, 3], [4, 6, 7, 8]],
     "gemma4-moe": [[2, 4], [5], [0], [1], [3]],
 }
-# Of keys and values of a token in a block: 2 heads of 16, in as many layers as a group has room for.
+# Elements of a token's keys and values in a block: 2 heads of 16, in as many layers as a group has room for.
 ELEMENTS = {"gpt-oss": 64, "gemma": 128, "mistral": 128, "sinks": 128, "gemma4": 128, "gemma4-moe": 128}
 # Sinks that are as many in blocks of any size here.
 SINKS = {"attention_sinks": 80, "max_model_len": 256}
@@ -186,7 +186,7 @@ def test_the_pool_is_as_large_as_its_groups_say(folder: str, family: str) -> Non
 
 
 def test_sequences_are_longer_than_the_model_was_trained_for(tmp_path: Path) -> None:
-    """With sinks alone; and in no more blocks than the window has."""
+    """This takes sinks; and sequences have no more blocks than the window has."""
     folder = write_config(tmp_path / "sinks", **FAMILIES["sinks"])
     with pytest.raises(ValueError, match="between 2 and 117; more needs --attention-sinks"):
         build(folder, attention_sinks=None)

@@ -33,7 +33,7 @@ def part(each: SequenceState, tokens: int, samples: int) -> ScheduledSequence:
 
 
 def check(laid_out: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
-    """By the definitions of StepGeometry, token by token."""
+    """Check a layout by the definitions of StepGeometry, token by token."""
     step, place = laid_out.geometry, 0
     assert step.num_sequences == len(scheduled)
     assert step.query_lens_host == [item.num_tokens for item in scheduled]

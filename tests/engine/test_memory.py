@@ -42,7 +42,7 @@ def test_layers_may_keep_different_things(dtype: torch.dtype) -> None:
 
 
 def test_a_latent_is_kept_once_for_all_heads() -> None:
-    """Of DeepSeek-V2-Lite: 512 numbers and the 64 of a key that has positions, in each of 27 layers."""
+    """DeepSeek-V2-Lite keeps 512 numbers and the 64 of a key that has positions, in each of 27 layers."""
     shape = read_shape(published.DEEPSEEK_V2_LITE)
     assert memory.bytes_per_block(shape.caches, 1, torch.bfloat16) == 27 * (512 + 64) * 2
     cache = memory.zero_caches(shape.caches[:1], 3, 16, torch.bfloat16, torch.device("cpu"))[0]
@@ -95,7 +95,7 @@ def test_memory_is_flat_whatever_the_lengths(dtype: str, seconds: int, growth: f
 
 
 def test_a_mixture_keeps_a_result_for_each_expert_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 experts and the shared one, where that is more than a plain feed-forward layer's widest."""
+    """These are 20 experts and the shared one, together wider than the widest of a plain feed-forward layer."""
     plain = pool(4 * GIB, monkeypatch, max_num_seqs=1024)
     experts = Experts(count=32, per_token=20, width=64, layers=SHAPE.layers)
     monkeypatch.setattr(MODEL, "shape", replace(SHAPE, experts=experts))

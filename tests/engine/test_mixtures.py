@@ -40,7 +40,7 @@ def hugging_face(folder: Path, case: str) -> list[list[int]]:
     ],
 )
 def test_greedy_tokens_are_those_of_hugging_face(tmp_path: Path, case: str) -> None:
-    """In one batch."""
+    """All prompts are in one batch."""
     expected = hugging_face(tmp_path, case)
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, device="cpu", num_threads=1, kv_cache_memory=4 << 20)
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)

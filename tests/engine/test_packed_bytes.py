@@ -82,7 +82,7 @@ LATENT = {
 
 
 def bytes_of(linear: PackedLinear) -> int:
-    """Of what a product reads: panels, the scales of rows and of groups, and minima that are no scales."""
+    """Bytes that a product reads: panels, the scales of rows and of groups, and minima that are no scales."""
     size, groups = linear._packed.nbytes + linear._row_scales.nbytes, linear._groups
     if groups is not None:
         size += groups.scales.nbytes
@@ -109,7 +109,7 @@ def fields_of(part: Any) -> list[str]:
 
 
 def matrices_of(model: Decoder) -> tuple[list[PackedLinear], list[PackedLinear]]:
-    """Those that are packed in some scheme, and the others."""
+    """The matrices that are packed in some scheme, and the others."""
     found = list(products([model.weights.layers, model.weights.lm_head], set()))
     plain = [linear for linear in found if linear._kind is BFLOAT16]
     return [linear for linear in found if linear._kind is not BFLOAT16], plain
@@ -254,7 +254,7 @@ def random_checkpoint(name: str) -> Weight:
 
 @pytest.mark.parametrize("name", [*ENGINE_CHECKPOINTS, *(each for each in ENGINE_QUANTIZATIONS if each != "none")])
 def test_the_planner_counts_what_lies_on_a_gpu(name: str) -> None:
-    """As cuda_packed lays it out, which needs no GPU: one matrix, and four experts."""
+    """The layout of one matrix, and of four experts, is that of cuda_packed, which needs no GPU."""
     pack = pytest.importorskip("headway.kernels.cuda_packed").pack
     if name in ENGINE_CHECKPOINTS:
         weight = random_checkpoint(name)
@@ -282,7 +282,7 @@ def test_the_planner_counts_checkpoints_as_the_engine_keeps_them(name: str) -> N
 
 
 def test_a_decode_of_a_mixture_is_counted_with_the_experts_of_its_token(tmp_path: Path) -> None:
-    """In a layer each, two of five experts, whole panels of them."""
+    """A decode reads two of five experts in each layer, in whole panels."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
     kernels = kernels_for("cpu", torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, kernels, load_format="dummy", quantization="int4")

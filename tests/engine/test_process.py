@@ -169,7 +169,7 @@ def test_a_part_of_the_check_is_small_however_large_the_pool() -> None:
 
 
 class CompilationError(Exception):
-    """As a kernels' compiler raises, which is no RuntimeError."""
+    """Stands for what the compiler of kernels raises, which is no RuntimeError."""
 
 
 @pytest.mark.parametrize("error", [CompilationError("at 12:4:\n  no tl.nothing"), KeyError("x")])

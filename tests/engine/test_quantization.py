@@ -34,7 +34,7 @@ ADDED_BY_CACHE = {"none": 0.002, "int8": 0.005}
 
 
 def perplexity(**settings: str) -> float:
-    """Of TEXT under the bundled model."""
+    """The perplexity of TEXT under the bundled model."""
     llm = LLM(str(STORY), dtype="float32", kv_cache_memory=16 << 20, device="cpu", **settings)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([TEXT], params)
@@ -89,7 +89,7 @@ def test_an_unknown_scheme(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_s_own_format_may_be_named(tmp_path: Path) -> None:
-    """As with vLLM; any other format is refused."""
+    """vLLM takes the name too. Any other format is refused."""
     saved = tmp_path / "saved"
     saved.mkdir()
     save(saved, W8A16)

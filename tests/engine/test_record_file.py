@@ -18,14 +18,14 @@ from headway.simulator.recording import read_recordings
 
 
 def begin(path: Path) -> RecordFile:
-    """With what is recorded first."""
+    """A file of records that has the record of its engine."""
     file = RecordFile(str(path))
     file.scheduler(EngineConfig("m"), "cpu", "int8", SchedulerConfig(4, 16, 64), KVBlocks(16, 4))
     return file
 
 
 def steps(path: Path) -> list[list[int]]:
-    """Of each recording in the file."""
+    """The times of the steps of each recording in the file."""
     return [[record.now for record in recording.records] for recording in read_recordings(path)]
 
 

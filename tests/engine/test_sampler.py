@@ -94,7 +94,7 @@ def test_each_parameter(params: dict[str, object], rows: int, vocab_size: int, s
 
 
 def test_a_top_p_next_to_one_keeps_all() -> None:
-    """Of tokens so alike that their sum depends on its order."""
+    """The tokens are so alike that the sum of their weights depends on its order."""
     sequences = [make_sequence(seed=row, top_p=1.0 - 2**-53, temperature=0.2) for row in range(30)]
     assert_matches_definition(logits_of(30, 129, seed=3, scale=0.01), sequences)
 

@@ -70,7 +70,7 @@ def test_the_import_is_the_first_stage() -> None:
 
 
 def test_memory_is_taken_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces so small that even the bundled model is worth it; what it says does not depend on that."""
+    """Pieces are so small that even the bundled model is worth it; what the model says does not depend on that."""
     expected = run(start_engine(bundled()), "a", 20, 0.0)
     monkeypatch.setattr(start, "_PIECE", 1 << 16)
     memory, _ = start._prepare(bundled())

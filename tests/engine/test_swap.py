@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def engine(folder: str, **settings: object) -> LLM:
-    """With room for 288 tokens, and for as many on the host; the eight prompts and their answers have 730."""
+    """An engine with room for 288 tokens, and as many on the host; the eight prompts and their answers have 730."""
     memory = 288 * 512
     options = {"kv_cache_memory": memory, "max_num_seqs": 8, "num_threads": 1, "max_model_len": 256} | settings
     llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", device="cpu", load_format="dummy", **options)

@@ -69,7 +69,7 @@ def test_a_starved_engine_is_not_a_stalled_one(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_time_in_which_nobody_ran_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a suspended machine goes on: the first look comes hours late."""
+    """The first look comes hours late, as on a machine that goes on after it was suspended."""
     late, clock = iter([0.0, *[36_000.0] * 10**6]), time.monotonic
     monkeypatch.setattr(watchdog, "_main_thread", lambda pid: ("S", 0.0))
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock() + next(late))

@@ -444,14 +444,14 @@ class Simulation:
         waiting = list(takewhile(lambda item: item.decoding, items)) or prompts[:1]  # later ones were admitted
         added = [item for item in prompts if item is not waiting[0]]
         stall = sum(step_time.prefill_ns(item.num_tokens, item.start, bool(item.logit_rows)) for item in added)
-        # Those that were swapped in came later, and of random durations it may be learnt that more take less time.
+        # Sequences that were swapped in came later; and random durations may teach that more of them take less time.
         beside = [step_time.predict_ns(work_of(waiting[: end + 1])) for end in range(len(waiting))]
         allowed = max(self.max_prefill_stall_ms * 1e6, *beside)
         least = waiting[0].decoding and len(added) == 1 and added[0].num_tokens <= self.block_size
         assert stall <= allowed * (1 + 1e-9) or least
 
     def check_known(self, items: list[ScheduledSequence]) -> None:
-        """From plans alone the executor knows what the scheduler knows."""
+        """Check that the executor knows from plans alone what the scheduler knows."""
         for item in items:
             sequence, state = self.sequence_of(item), self.executor.known[item.seq_id]
             drafted = [*sequence.tokens[: item.start], *item.token_ids] if item.decoding else sequence.tokens

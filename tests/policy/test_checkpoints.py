@@ -64,7 +64,7 @@ def test_a_prompt_is_known_up_to_its_last_whole_block_and_a_beginning_once_two_h
 
 
 def test_the_next_turn_goes_on_near_the_end_of_the_answer() -> None:
-    """Of a state every second block of four tokens, the last is that of token 56, 5 before the end."""
+    """A state is kept at every second block of four tokens; the last one is that of token 56, 5 before the end."""
     sim = simulation()
     first = sim.submit(SYSTEM, 40)
     sim.run_until_done()

@@ -238,7 +238,7 @@ def test_a_further_choice_computes_one_token_of_the_prompt() -> None:
 
 
 def test_a_token_counts_once_for_all_tables() -> None:
-    """As sequences of full length: of two groups of one window, 96 blocks hold 10 of them."""
+    """The pool counts as many tokens as it holds of sequences of full length, of which each takes 23 blocks."""
     groups = kv_cache_groups((8, None), 8, 64, 4)
     assert most_blocks(groups, 16) == 16 + 5 + 2
     assert KVBlocks(96, 4, groups=groups).pool_tokens(64) == 96 * 64 // 23

@@ -106,7 +106,7 @@ def test_a_prompt_is_urgent_once_it_would_take_its_share_of_the_time() -> None:
 
 
 def test_decoding_with_a_promise_leaves_prompts_what_is_left_of_its_time() -> None:
-    """Of each 42 ms 21 are for decoding: prompts take twice as long."""
+    """Decoding takes 21 of each 42 ms, so that prompts take twice as long."""
     beside = [decoding(42.0 + 1e-6) for _ in range(10)]
     prompt = waiting(50, 100)
     assert [each.sequence for each in promises(Exact()).yielding([prompt], beside, 0)[0]] == [prompt]

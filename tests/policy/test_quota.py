@@ -100,7 +100,7 @@ def test_who_waits_as_told_is_let_in_and_not_a_moment_before(
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5 * SECOND)), min_size=1, max_size=60))
 def test_no_more_than_a_minutes_budget_and_what_refills_gets_in(asked: list[tuple[int, int]]) -> None:
-    """In any span of time, for requests within the limit that use what they reserve."""
+    """This holds in any span of time, for requests within the limit that use what they reserve."""
     quotas, now, admitted = Quotas(table(tokens=600), 0), 0, list[tuple[int, int]]()
     for tokens, later in asked:
         if isinstance(number := quotas.reserve("acme", tokens, now), int):

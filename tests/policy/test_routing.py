@@ -17,7 +17,7 @@ CLASSES = ClassTable((ServiceClass(name="chat", ttft_ms=200.0), ServiceClass(nam
 
 
 def queues(*held: tuple[int, int, str]) -> list[Queues]:
-    """Of servers that have so many choices with so many prompt tokens in all, of a class."""
+    """The queues of servers, of which each holds (choices, prompt tokens in all, class)."""
     made = []
     for choices, tokens, name in held:
         of_one = Queues(QueueLimits(), CLASSES)

@@ -21,7 +21,7 @@ from tests.policy.simulation import Simulation, check_ledger
 def classes(
     chat: float = 0.0, report: float = 0.0, offline: float = 0.0, starvation_s: float = 1e6, most: float = 1.0
 ) -> ClassTable:
-    """With these shares of blocks; `most` is the bound of those without."""
+    """Three classes with these shares of blocks; `most` is the bound of those without a share."""
     given_ = {"chat": chat, "report": report, "offline": offline}
     ttft_ms = {"chat": {"ttft_ms": 1000.0}, "report": {"ttft_ms": 60_000.0}}
     return ClassTable(

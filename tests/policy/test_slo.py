@@ -400,7 +400,7 @@ def test_what_has_no_promise_is_served_while_promised_requests_come_without_end(
 
 
 def test_those_who_starve_take_turns_by_when_they_began_to() -> None:
-    """Of a better class some are always starving; one of the last gets its turn all the same."""
+    """Some sequences of a better class are always starving; one of the last class gets its turn all the same."""
     sim = simulation(max_num_seqs=2, max_num_batched_tokens=16)
     offline = sim.submit([1] * 10, 2, service_class="offline")
     number = 0
