@@ -150,7 +150,7 @@ class _Run:
         self._due = [next(life) for life in self._lives]
 
     def _scheduler(self, limits: Limits, stages: int) -> Scheduler:
-        """The scheduler of one lane; blocks are as large as a sequence unless their size bounds the tokens of a chunk."""
+        """The scheduler of a lane; blocks are as large as a sequence unless their size bounds a chunk's tokens."""
         longest = self._computed + math.ceil(self._workload.output * (1 + self._workload.spread)) + 1
         tokens = max(1, limits.batched_tokens // self._alike)
         room = max(1, min(limits.sequences // self._alike // stages, tokens))

@@ -115,7 +115,7 @@ class TextProcess:
         return [each if isinstance(each, int) else _listed(each) for each in found]
 
     def decode(self, folder: Path, ids: bytes, skip_special_tokens: bool) -> str:
-        """Decode ids of 8 bytes each as Tokenizer.decode() does. Raises TooLong: it took too long, or too much memory."""
+        """Decode ids of 8 bytes each as Tokenizer.decode() does. Raises TooLong: it took too much time or memory."""
         asked = Decode(str(folder), ids, skip_special_tokens)
         return self._done(asked, ENCODE_S, "the tokenizer", "these tokens").text
 
