@@ -96,7 +96,7 @@ class LiveEngine:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, no step is launched as a graph."""
+        """Launch no step as a graph, until the context ends."""
         decodes, self.runner.decodes = self.runner.decodes, None
         try:
             yield

@@ -245,7 +245,7 @@ def inside(compared: Sequence[Compared]) -> float:
 
 
 def by_engine(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Of what nothing is fitted to: errors and bars by engine and kind of model; TPOT is also that of rates."""
+    """Errors and bars by engine and kind of model, on rows that nothing is fitted to; TPOT is also that of rates."""
     found: dict[tuple[str, str, str, str], list[Compared]] = {}
     for each in compared:
         row = each.row

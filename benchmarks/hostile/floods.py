@@ -132,7 +132,7 @@ def of_crowds() -> Iterator[Attack]:
     """Many at once who each ask for something that is allowed, and single requests as large as they may be."""
 
     def crowd(name: str, message: bytes, count: int = 2000, expect: tuple[int, ...] = (200, 429)) -> Attack:
-        # Those who still wait when it is broken off have no answer.
+        # A client that still waits when the attack is broken off has no answer.
         return Attack(name, "crowds", frozenset({0, *expect}), lambda: [Talk([message]) for _ in range(count)], 8.0)
 
     def one(name: str, path: str, expect: tuple[int, ...] = (200, 400, 429), **body: object) -> Attack:

@@ -229,7 +229,7 @@ class CachedBlocks:
             elif queue is self._passed:
                 for block in taken:
                     self._is_passed[block] = 0
-            elif not queue._order:
+            elif not queue:
                 del self._queues[owner]
             self.evictions[owner, reason] += len(taken)
             given_up += taken
@@ -242,14 +242,14 @@ class CachedBlocks:
 
     def _next(self) -> tuple[str, Queue, str, int]:
         """The class and the queue whose head goes next, the reason, and for how many blocks at least it holds."""
-        if self._passed._order:
-            return COMMON, self._passed, "passed", len(self._passed)
+        if num_passed := len(self._passed):
+            return COMMON, self._passed, "passed", num_passed
         if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:
             return COMMON, self._protected, "expired", 1
         if len(self._queues) == 1 and not self._shares:
             ((owner, queue),) = self._queues.items()
-            if queue._order:
-                return owner, queue, "age", len(queue)
+            if num_cached := len(queue):
+                return owner, queue, "age", num_cached
         found, best, excess = (COMMON, self._protected), (False, -1), 0
         for owner, queue in self._queues.items():
             if num_cached := len(queue):

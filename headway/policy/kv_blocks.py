@@ -137,13 +137,13 @@ class KVBlocks:
             OutOfBlocks: when fewer can be had; nothing is taken then.
         """
         free, owners, references = self._free, self.cached.owners, self.references
+        blocks: list[int] = []
         if count == 1 and free:
-            blocks: list[int] = [free.pop()]
+            blocks.append(free.pop())
         else:
             lacking = count - len(free)
             if lacking > self.cached.num_cached:
                 raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
-            blocks = []
             if free:
                 kept = -lacking if lacking < 0 else 0
                 blocks = free[kept:]

@@ -106,11 +106,11 @@ class PrefixIndex:
                 break
         parent: int | str = known.nodes[-1] if known.nodes else salt
         for start in range(len(known.nodes) * size, (len(tokens) - 1) // size * size, size):
-            found = self.child(parent, tuple(tokens[start : start + size]))
-            if found is None:
+            child = self.child(parent, tuple(tokens[start : start + size]))
+            if child is None:
                 break
-            parent = numbers[found]
-            known.places.append(found)
+            parent = numbers[child]
+            known.places.append(child)
             known.nodes.append(parent)
         if self._has_windows:
             self._measure(known)

@@ -102,7 +102,7 @@ def open_loop(
 
 
 def saturated(deployment: Deployment, workload: RequestShape, limits: Limits = USUAL) -> Served:
-    """As many sequences as there is room for run all the time, and others wait: the most that can be served.
+    """The most that can be served: there is always a sequence that waits for room.
 
     The first answers are of every length, so that from then on one ends after the other. When these have ended, one
     answer of each sequence is counted. There is no first token in time: its figures are infinite. TPOT is by Little's
@@ -150,7 +150,7 @@ class _Run:
         self._due = [next(life) for life in self._lives]
 
     def _scheduler(self, limits: Limits, stages: int) -> Scheduler:
-        """Of one lane; blocks are as large as a sequence unless their size bounds the tokens of a chunk."""
+        """The scheduler of a lane; blocks are as large as a sequence unless their size bounds a chunk's tokens."""
         longest = self._computed + math.ceil(self._workload.output * (1 + self._workload.spread)) + 1
         tokens = max(1, limits.batched_tokens // self._alike)
         room = max(1, min(limits.sequences // self._alike // stages, tokens))

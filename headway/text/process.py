@@ -32,7 +32,7 @@ RENDER_S, ENCODE_S = 5.0, 60.0
 RENDER_BYTES, ENCODE_BYTES = 2**29, 2**31
 # The limit of a text that no context bounds.
 MOST_CHARS = 2**24
-# Of a text that is cut to the context, or only tokenized; in UTF-8, also its bytes. It takes up to 0.6 GB meanwhile.
+# The limit of a text that is cut to the context or only tokenized; in UTF-8 also of its bytes. It takes up to 0.6 GB.
 MOST_CUT = 2**22
 # Ids become Python's with the interpreter's lock held.
 IDS_BETWEEN_PAUSES, PAUSE_S = 2**16, 2e-5
@@ -115,7 +115,7 @@ class TextProcess:
         return [each if isinstance(each, int) else _listed(each) for each in found]
 
     def decode(self, folder: Path, ids: bytes, skip_special_tokens: bool) -> str:
-        """As Tokenizer.decode(), of ids of 8 bytes each. Raises TooLong: it took too long, or too much memory."""
+        """Decode ids of 8 bytes each as Tokenizer.decode() does. Raises TooLong: it took too much time or memory."""
         asked = Decode(str(folder), ids, skip_special_tokens)
         return self._done(asked, ENCODE_S, "the tokenizer", "these tokens").text
 
