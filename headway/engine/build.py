@@ -139,8 +139,8 @@ def build_engine(
         try:
             runner.capture()
         except RuntimeError as error:
-            why = " ".join(str(error).split("\n")[0].split())
-            raise EngineError(f"decode steps cannot be made CUDA graphs: {why}; start with --enforce-eager") from error
+            text = " ".join(str(error).split("\n")[0].split())
+            raise EngineError(f"decode steps cannot be made CUDA graphs: {text}; start with --enforce-eager") from error
     core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
         with stages.timed("preload"):

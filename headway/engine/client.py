@@ -333,8 +333,8 @@ class EngineClient:
             tokens = message.pinned_blocks * message.block_size
             logger.info("%d prompts are preloaded: %d tokens stay in the cache", preloaded, tokens)
         if message.left_out:
-            why = "; ".join(message.left_out)
-            logger.warning("%d prompts are not preloaded any more: %s", len(message.left_out), why)
+            reasons = "; ".join(message.left_out)
+            logger.warning("%d prompts are not preloaded any more: %s", len(message.left_out), reasons)
         self._enter("ready")
         self._send_due()
 

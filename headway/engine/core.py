@@ -267,7 +267,7 @@ class EngineCore:
         if sequence.finish_reason == "error":
             output.error = output.error or NOT_NUMBERS
         if sequence.finish_reason == "late":
-            output.error = _late(sequence)
+            output.error = _late_message(sequence)
             output.retry_after_s = sequence.retry_after_s
         if sequence.finish_reason == "timeout":
             output.error = self._expired(sequence)
@@ -330,7 +330,7 @@ class EngineCore:
         return self.scheduler.check_by_parts()
 
 
-def _late(sequence: Sequence) -> str:
+def _late_message(sequence: Sequence) -> str:
     due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
     return (
         f"the first token would be later than the objective of {due_ms:g} ms, because {_YIELDED[sequence.yielded]}; "

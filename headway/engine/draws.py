@@ -143,8 +143,8 @@ def locate(weights: Tensor, share: Tensor) -> Tensor:
     size = sums.gather(1, block)
     # Relative to the block, so that rounding in its sum cannot carry the search past its end.
     rest = ((target - ends.gather(1, block) + size) / size).clamp_(0.0, ALMOST_ONE)
-    within = weights.gather(1, _members(block)).double().cumsum(-1)
-    index = torch.searchsorted(within, rest * within[:, -1:], right=True).clamp_(max=LOGIT_BLOCK - 1)
+    cumulative = weights.gather(1, _members(block)).double().cumsum(-1)
+    index = torch.searchsorted(cumulative, rest * cumulative[:, -1:], right=True).clamp_(max=LOGIT_BLOCK - 1)
     return (block * LOGIT_BLOCK + index).squeeze(1)
 
 

@@ -61,14 +61,14 @@ class PenaltyTable:
     def apply(self, logits: Tensor, rows: list[int], sequences: list[SequenceState]) -> None:
         """Penalise rows of logits in place for all tokens of their sequences; logits float32 [R, V], contiguous."""
         histories = [self._history(sequence) for sequence in sequences]
-        together = max(1, ENTRIES_AT_A_TIME // max(len(history.places) for history in histories))
+        num_together = max(1, ENTRIES_AT_A_TIME // max(len(history.places) for history in histories))
         starts = np.array(rows, np.int64) * logits.shape[1]
         penalties = np.array(
             [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (s.params for s in sequences)],
             np.float32,
         )
-        for at in range(0, len(rows), together):
-            part = slice(at, at + together)
+        for at in range(0, len(rows), num_together):
+            part = slice(at, at + num_together)
             self._penalise(logits.view(-1), histories[part], starts[part], penalties[part])
 
     def _penalise(

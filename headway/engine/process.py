@@ -172,8 +172,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
     checking: Iterator[None] | None = None  # checks the pool's integrity while there is nothing else to do
     while True:
         busy = core.has_work
-        there = channel.receive(core.waits_ms if busy else 0 if checking else IDLE_POLL_MS)
-        for message in taken_up(there, time.monotonic_ns):
+        messages = channel.receive(core.waits_ms if busy else 0 if checking else IDLE_POLL_MS)
+        for message in taken_up(messages, time.monotonic_ns):
             if isinstance(message, AddRequest):
                 core.add(message)
             elif isinstance(message, AbortRequest):

@@ -50,12 +50,12 @@ class Quarantine:
             outcome = self._executor.run(plan)
         except Exception as error:
             self._recover_from(error)
-            said = repr(error)
+            text = repr(error)
             logger.error(
                 "a step of %d sequences failed and is run again in parts: %s",
-                len(plan.scheduled), said, exc_info=error if said != self._logged else None,
+                len(plan.scheduled), text, exc_info=error if text != self._logged else None,
             )  # fmt: skip
-            self._logged = said
+            self._logged = text
         else:
             self._at_fault.clear()
             return outcome

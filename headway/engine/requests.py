@@ -201,9 +201,9 @@ class Requests:
         """Note that the engine process died, and that no engine has a request. Without replay, all end with `error`."""
         if not self._replay:
             self.end_all(error)
-        inside = [entry for entry in self._known.values() if entry.is_sent and entry.choices]
+        in_engine = [entry for entry in self._known.values() if entry.is_sent and entry.choices]
         for entry in self._known.values():
-            entry.died(now, alone=inside == [entry])
+            entry.died(now, alone=in_engine == [entry])
         waiting = [entry for entry in self._known.values() if entry.choices]
         waiting.sort(key=lambda entry: -entry.deaths if entry.deaths >= SUSPICIOUS_DEATHS else 0)
         self._unsent = deque(waiting)

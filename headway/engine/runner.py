@@ -221,8 +221,10 @@ class Runner:
         """
         sequences = [sequence for sequence, item in sampling for _ in range(item.samples)]
         ends = [item.start + item.num_tokens for _, item in sampling for _ in range(item.samples)]
-        behind = [each for _, item in sampling for each in range(item.samples - 1, -1, -1)]
-        sampled = self.sampler.sample(logits, sequences, [end - each for end, each in zip(ends, behind, strict=True)])
+        drafts_after = [each for _, item in sampling for each in range(item.samples - 1, -1, -1)]
+        sampled = self.sampler.sample(
+            logits, sequences, [end - each for end, each in zip(ends, drafts_after, strict=True)]
+        )
         row = 0
         for sequence, item in sampling:
             drafts = item.token_ids[item.num_tokens - item.samples + 1 :]

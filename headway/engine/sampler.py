@@ -178,8 +178,8 @@ class Sampler:
         if batch.edits_logits:
             x = raw.clone() if borrowed or batch.wants_logprobs else raw
         if (edits := batch.edits) is not None:
-            here = edits.rows, edits.token_ids
-            x[here] = (x[here] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
+            pairs = edits.rows, edits.token_ids
+            x[pairs] = (x[pairs] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
         if batch.penalised:
             self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
         peaks = draws.block_peaks(x)

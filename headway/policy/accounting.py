@@ -117,11 +117,11 @@ class Accounting:
         work, scheduled = plan.work, plan.scheduled
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
-        singly: list[tuple[Sequence, ScheduledSequence]] = []
+        off_clock: list[tuple[Sequence, ScheduledSequence]] = []
         if len(sequences) > self._on_decode_clock or idle:
-            singly = [pair for pair in zip(sequences, scheduled, strict=True) if pair[0].clock_marks is None]
-        nobody_samples = bool(singly) and not any(item.samples for item in scheduled)
-        for sequence, item in singly:
+            off_clock = [pair for pair in zip(sequences, scheduled, strict=True) if pair[0].clock_marks is None]
+        nobody_samples = bool(off_clock) and not any(item.samples for item in scheduled)
+        for sequence, item in off_clock:
             self._mark_prefill(sequence, item, work, forward, times)
             if nobody_samples:
                 sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)

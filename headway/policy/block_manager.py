@@ -41,20 +41,20 @@ class BlockManager:
         """How many free blocks the admission of a sequence takes: those of its tables, less shared ones in use."""
         if sequence.parent is not None and self._can_fork(sequence):
             starts = [table.end for table in self._forked(sequence)]
-            return sum(self._ends(sequence, starts)) - sum(starts) + len(starts)
+            return sum(self._lengths(sequence, starts)) - sum(starts) + len(starts)
         known, lacking = self._match(sequence), 0
         if sequence.swapped is None or self._restorable(sequence, known) is None:
             starts, shared = [known.length] * len(self._groups), known.blocks
             if self._blocks.checkpoints is not None:
                 shared = shared[: known.length]
         else:
-            tables = self._begins(sequence, known)[1]
+            tables = self._known_tables(sequence, known)[1]
             starts = [table.end for table in tables]
             shared = [block for table in tables for block in table.held]
             lacking = sum(group.sinks for number, group in self._windowed if tables[number].first)
         references = self._blocks.references
         cached = [references[block] for block in shared].count(0)
-        return sum(self._ends(sequence, starts)) - sum(starts) + cached + lacking
+        return sum(self._lengths(sequence, starts)) - sum(starts) + cached + lacking
 
     def known_tokens(self, sequence: Sequence) -> int:
         """How many tokens of a waiting sequence need not be computed."""
@@ -84,7 +84,7 @@ class BlockManager:
         else:
             known = self._match(sequence)
             restored = self._restorable(sequence, known)
-            computed, tables = self._begins(sequence, known)
+            computed, tables = self._known_tables(sequence, known)
         starts = [table.end for table in tables]
         shared = [block for table in tables for block in table.held]
         blocks.share(shared, owner)
@@ -98,7 +98,7 @@ class BlockManager:
             blocks.prefix_stats.note(owner, sequence.prompt_len, sequence.num_computed)
             if shared and known.nodes:
                 blocks.cached.found(shared)
-        ends = self._ends(sequence, starts)
+        ends = self._lengths(sequence, starts)
         for number, table in enumerate(tables):
             if table.first and not table.sinks:  # the host has them
                 table.sinks = blocks.allocate(self._groups[number].sinks, owner)
@@ -155,7 +155,7 @@ class BlockManager:
         has_all = swapped.first <= known.whole or len(self._windowed) == len(self._groups)
         return swapped if has_all else None
 
-    def _begins(self, sequence: Sequence, known: PrefixMatch) -> tuple[int, list[BlockTable]]:
+    def _known_tables(self, sequence: Sequence, known: PrefixMatch) -> tuple[int, list[BlockTable]]:
         """Tokens of a waiting sequence that need not be computed, and the known blocks that its tables begin with.
 
         Blocks in host memory are not among them.
@@ -170,7 +170,7 @@ class BlockManager:
             for number, group in enumerate(self._groups)
         ]
 
-    def _ends(self, sequence: Sequence, starts: list[int]) -> list[int]:
+    def _lengths(self, sequence: Sequence, starts: list[int]) -> list[int]:
         """How many entries each table has after admission, if its known entries end at `starts`."""
         needed = self._blocks.blocks_for(len(sequence.tokens))
         ends = [needed] * len(starts)
@@ -300,7 +300,7 @@ class BlockManager:
                 lacking = self._lacking(sequence, ends)
             if lacking > free:
                 return False
-        moved = self._pass_by(sequence) if self._windowed else ()
+        moved = self._give_up_passed(sequence) if self._windowed else ()
         room = 0
         for number, table in enumerate(tables):
             own, first, end = table.blocks, table.first, ends[number]
@@ -321,7 +321,7 @@ class BlockManager:
         sequence.room = room * size
         return True
 
-    def _pass_by(self, sequence: Sequence) -> list[int]:
+    def _give_up_passed(self, sequence: Sequence) -> list[int]:
         """Give up blocks that windows have passed, except sinks. Returns the numbers of the tables that changed."""
         size, changed = self._blocks.block_size, []
         for number, group in self._windowed:

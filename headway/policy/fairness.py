@@ -61,8 +61,8 @@ class Line:
 
     def join(self, tenant: str, number: int, credit: float) -> None:
         """A tenant has something waiting again."""
-        there = [self.served[each] for each in self.joined] or [self.served.get(self.last, 0.0)]
-        self.served[tenant] = max(self.served.get(tenant, 0.0), min(there) - credit)
+        counts = [self.served[each] for each in self.joined] or [self.served.get(self.last, 0.0)]
+        self.served[tenant] = max(self.served.get(tenant, 0.0), min(counts) - credit)
         self.asked[tenant], self.joined[tenant] = 0, number
         self.most = None
 

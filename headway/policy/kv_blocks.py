@@ -192,9 +192,9 @@ class KVBlocks:
                 (cached if nodes[block] else freed).append(block)
             elif left < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-        whose = [owners[block] for block in freed + cached]
-        for owner in set(whose):
-            self.used[owner] -= whose.count(owner)
+        classes = [owners[block] for block in freed + cached]
+        for owner in set(classes):
+            self.used[owner] -= classes.count(owner)
         self._free += freed
         self.cached.add(cached)
 

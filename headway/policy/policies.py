@@ -50,9 +50,9 @@ def _imported(name: str, module: str, attribute: str) -> object:
             ) from None
         raise ValueError(f"scheduling policy {name!r}: {module} cannot be imported: {error}") from None
     except Exception as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"scheduling policy {name!r}: {module} cannot be imported: {type(error).__name__}: {why}"
+            f"scheduling policy {name!r}: {module} cannot be imported: {type(error).__name__}: {reason}"
         ) from None
     if not hasattr(found, attribute):
         raise ValueError(f"scheduling policy {name!r}: module {module!r} has no class {attribute!r}")
@@ -64,22 +64,22 @@ def _checked(name: str, found: object) -> type[SchedulingPolicy]:
     if not (isinstance(found, type) and issubclass(found, SchedulingPolicy)):
         raise ValueError(f"scheduling policy {name!r} is not a policy; derive the class from {_BASE}")
     for hook, ours in vars(SchedulingPolicy).items():
-        theirs = inspect.getattr_static(found, hook)
-        if theirs is ours or hook.startswith("_"):
+        override = inspect.getattr_static(found, hook)
+        if override is ours or hook.startswith("_"):
             continue
         if inspect.isfunction(ours):
-            _check_hook(f"scheduling policy {name!r}: {hook}", theirs, list(inspect.signature(ours).parameters))
-        elif not isinstance(theirs, property | type(ours)):
+            _check_hook(f"scheduling policy {name!r}: {hook}", override, list(inspect.signature(ours).parameters))
+        elif not isinstance(override, property | type(ours)):
             kind = type(ours).__name__
-            raise ValueError(f"scheduling policy {name!r}: {hook} is {theirs!r}; it must be of type {kind}")
+            raise ValueError(f"scheduling policy {name!r}: {hook} is {override!r}; it must be of type {kind}")
     _check_orders(name, found.orders)
     return found
 
 
-def _check_hook(where: str, theirs: object, wanted: list[str]) -> None:
-    if not inspect.isfunction(theirs):
-        raise ValueError(f"{where} is {theirs!r}; it must be a method with ({', '.join(wanted)})")
-    given = inspect.signature(theirs)
+def _check_hook(where: str, override: object, wanted: list[str]) -> None:
+    if not inspect.isfunction(override):
+        raise ValueError(f"{where} is {override!r}; it must be a method with ({', '.join(wanted)})")
+    given = inspect.signature(override)
     try:
         given.bind(*wanted)
     except TypeError:
@@ -89,15 +89,15 @@ def _check_hook(where: str, theirs: object, wanted: list[str]) -> None:
 def _check_orders(name: str, orders: Orders) -> None:
     """Try each order on a sequence. Raises ValueError."""
     sample = Sequence("0", 0, SamplingParams(), [1], 1, 2, frozenset(), 0)
-    for which in ("admission", "running", "victims", "level", "line"):
-        where, order = f"scheduling policy {name!r}: orders.{which}", getattr(orders, which)
+    for name_of_order in ("admission", "running", "victims", "level", "line"):
+        where, order = f"scheduling policy {name!r}: orders.{name_of_order}", getattr(orders, name_of_order)
         try:
             key = order(sample)
         except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{where} fails for a sequence: {why}") from None
-        numbers, what = (key if isinstance(key, tuple) else ()), "a tuple of numbers"
-        if which in ("level", "line"):
-            numbers, what = (key,), "a whole number"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{where} fails for a sequence: {reason}") from None
+        numbers, wanted = (key if isinstance(key, tuple) else ()), "a tuple of numbers"
+        if name_of_order in ("level", "line"):
+            numbers, wanted = (key,), "a whole number"
         if not numbers or not all(isinstance(each, int | float) for each in numbers):
-            raise ValueError(f"{where} gives {key!r} for a sequence; it must give {what}")
+            raise ValueError(f"{where} gives {key!r} for a sequence; it must give {wanted}")

@@ -180,14 +180,14 @@ class PrefixIndex:
         size, nodes, parents, children = self._block_size, self.nodes, self._parents, self._children
         node, has_windows = 0, self._has_windows
         for at, block in enumerate(blocks):
-            mine = tokens[at * size : (at + 1) * size]
+            page = tokens[at * size : (at + 1) * size]
             if has_windows:
-                node = self._register_page([block, *[each[at] for each in further]], parent, mine)
+                node = self._register_page([block, *[each[at] for each in further]], parent, page)
             elif parent in children or nodes[block]:
-                node = self._register_beside(block, parent, mine)
+                node = self._register_beside(block, parent, page)
             else:
                 children[parent] = block
-                parents[block], self._tokens[block] = parent, mine
+                parents[block], self._tokens[block] = parent, page
                 node = nodes[block] = self._next_node
                 self._next_node += 1
             parent = node

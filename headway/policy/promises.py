@@ -133,7 +133,7 @@ class Promises:
         self._step_time = step_time
         self._step_tokens = step_tokens
         self._known_tokens = known_tokens
-        self._beside = _Promised()
+        self._promised_running = _Promised()
         self._decoding = _Decoding()
         self._passes = 0
         self.are_prompts_promised = False
@@ -147,11 +147,11 @@ class Promises:
 
     def heed(self, planned_ns: int, launched_ns: int, computed_ns: int, sampled_ns: int) -> None:
         """Learn from a step's times what a step takes on top of its forward pass."""
-        beside = (sampled_ns - planned_ns) - (computed_ns - launched_ns)
+        overhead_ns = (sampled_ns - planned_ns) - (computed_ns - launched_ns)
         if planned_ns - self._last_sampled_ns < _SAME_RUN_NS:
-            beside += planned_ns - self._last_sampled_ns
+            overhead_ns += planned_ns - self._last_sampled_ns
         self._last_sampled_ns = sampled_ns
-        self.between_steps_ns += _FOLLOWED * (beside - self.between_steps_ns)
+        self.between_steps_ns += _FOLLOWED * (overhead_ns - self.between_steps_ns)
 
     def step_ns(self, decoding: int, context: int) -> float:
         """How long a step takes in which so many sequences decode, with so many tokens in all; margin included."""
@@ -234,11 +234,11 @@ class Promises:
 
     def _pace(self) -> float:
         """The share of the time that promised tokens leave to prompts."""
-        beside = self.step_ns(self._decoding.count, self._decoding.context)
+        decoding_ns = self.step_ns(self._decoding.count, self._decoding.context)
         full = self.margin * self._step_time.prefill_ns(self._step_tokens, 0)
-        spare = self._decoding.tightest_ns() - beside
+        spare = self._decoding.tightest_ns() - decoding_ns
         prompts = min(full, spare) if spare > 0 else full  # an objective that can't be met holds up nobody
-        return max(0.01, prompts / (beside + prompts)) if prompts > 0 else 1.0
+        return max(0.01, prompts / (decoding_ns + prompts)) if prompts > 0 else 1.0
 
     # --- tokens -------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Promises:
         """The limits that the running sequences set to the next step."""
         promised, least_ns = self._decoding, self.step_ns(1, 0) / DECODE_SHARE
         known = promised.context + promised.count
-        self._beside = _Promised(promised.count, known, promised.tightest_ns(least_ns), least_ns)
+        self._promised_running = _Promised(promised.count, known, promised.tightest_ns(least_ns), least_ns)
         outlook = Outlook(urgent=urgent)
         for sequence in prompts:
             self.begins(sequence)
@@ -304,17 +304,17 @@ class Promises:
     def begins(self, sequence: Sequence) -> None:
         """Note that a sequence runs now."""
         if is_promised(sequence):
-            self._beside.add(sequence)
+            self._promised_running.add(sequence)
 
     def has_room_for(self, newcomer: Sequence) -> bool:
         """Whether all promised tokens can be in time when a newcomer decodes beside the running sequences."""
-        beside = self._beside
-        if not beside.count or not is_promised(newcomer) or not self._step_time.is_trained:
+        promised = self._promised_running
+        if not promised.count or not is_promised(newcomer) or not self._step_time.is_trained:
             return True
-        tightest = beside.tpot_ns
-        if newcomer.tpot_ns >= beside.least_tpot_ns:
+        tightest = promised.tpot_ns
+        if newcomer.tpot_ns >= promised.least_tpot_ns:
             tightest = min(tightest, newcomer.tpot_ns)
-        return self.step_ns(beside.count + 1, beside.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
+        return self.step_ns(promised.count + 1, promised.context + len(newcomer.tokens)) <= DECODE_SHARE * tightest
 
 
 def _give_up(kept: list[_Kept], current: Sequence, done: float, backlog_ns: float, gone: dict[int, Yield]) -> float:

@@ -195,7 +195,7 @@ class Quotas:
             tokens: None looks at the budgets of requests alone.
         """
         found = []
-        wanted = (1,) if tokens is None else (1, self._fitted(tenant, tokens))
+        wanted = (1,) if tokens is None else (1, self._capped(tenant, tokens))
         for scope in (tenant, TOTAL):
             for unit, meter, asked in zip(UNITS, self.of(scope), wanted, strict=False):
                 if wait_ns := meter.wait_ns(asked, now):
@@ -206,10 +206,10 @@ class Quotas:
         """Take a request and so many tokens, as far as the smallest budget has them. Returns the reservation's number,
         or why nothing was taken.
         """
-        over = self.over_limit(tenant, tokens, now)
-        if over is not None:
-            return over
-        record = Reserve(now, self._next_number, tenant, self._fitted(tenant, tokens))
+        refusal = self.over_limit(tenant, tokens, now)
+        if refusal is not None:
+            return refusal
+        record = Reserve(now, self._next_number, tenant, self._capped(tenant, tokens))
         self._write(record)
         self._apply(record)
         return record.number
@@ -230,7 +230,7 @@ class Quotas:
         for length in outputs:
             self._outputs.setdefault(tenant, OutputBound()).ended(length)
 
-    def _fitted(self, tenant: str, tokens: int) -> int:
+    def _capped(self, tenant: str, tokens: int) -> int:
         """The tokens, or the smallest budget where that is less."""
         return min([tokens, *(meter.limit for meter in (self.of(tenant)[1], self.of(TOTAL)[1]) if meter.limit)])
 

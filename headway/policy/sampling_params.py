@@ -179,8 +179,8 @@ class SamplingParams:
             if not text:
                 raise InvalidParameter("stop", "stop contains an empty string; leave it out")
             if len(text) > MAX_STOP_CHARS:
-                said = f"stop contains a string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
-                raise InvalidParameter("stop", said)
+                message = f"stop contains a string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
+                raise InvalidParameter("stop", message)
         check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             if not _is_integer(token) or token < 0:

@@ -387,20 +387,20 @@ class Scheduler:
                 finish(sequence, FinishReason.ERROR, sampled_ns)
                 continue
             else:
-                mine = sequence.tokens
-                known = len(mine)
+                all_tokens = sequence.tokens
+                known = len(all_tokens)
                 for token in drawn:
-                    mine.append(token)
-                    if token in sequence.stop_ids or len(mine) >= sequence.max_len:
+                    all_tokens.append(token)
+                    if token in sequence.stop_ids or len(all_tokens) >= sequence.max_len:
                         reason = finish_reason(sequence, token)
                         if reason is not None:
-                            drawn = mine[known:]
+                            drawn = all_tokens[known:]
                             break
                 sequence.last_token_ns = sampled_ns
                 if known == sequence.prompt_len:
                     self.policy.first_token(sequence, sampled_ns)
                 changed.append((sequence, drawn))
-                sequence.num_computed = len(mine) - 1
+                sequence.num_computed = len(all_tokens) - 1
                 if samples > 1:
                     self.block_manager.trim(sequence)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:

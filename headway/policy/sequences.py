@@ -92,8 +92,8 @@ class Sequences(Mapping[int, Sequence]):
         if isinstance(self.waiting, FairSequences) and weights:
             self.waiting.weights = weights
         elif isinstance(self.waiting, FairSequences) or weights:
-            there, self.waiting = list(self.waiting), self._queue()
-            for sequence in there:
+            waiting, self.waiting = list(self.waiting), self._queue()
+            for sequence in waiting:
                 self.waiting.add(sequence)
 
     # --- who may come next --------------------------------------------------------------------------

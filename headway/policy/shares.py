@@ -161,12 +161,12 @@ class Shares:
             victims = [each for each in running if each.service.name in full]
             if not victims and growth.total() <= pool.num_free:
                 return [sequence for sequence in decoding if sequence.status is Status.RUNNING]
-            over = [
+            over_share = [
                 each
                 for each in running
                 if not each.has_starved and self.is_over(each.service.name, growth[each.service.name])
             ]
-            step.preempt(max(victims or over or running, key=victims_last))
+            step.preempt(max(victims or over_share or running, key=victims_last))
             growing = [each for each in growing if each[0].status is Status.RUNNING]
 
     def borrowers(self, last_first: Iterable[Sequence], missing: int, kept: Container[int]) -> list[Sequence] | None:

@@ -120,9 +120,9 @@ class SloPolicy(SchedulingPolicy):
     def _window_until(self, waiting: OrderedSequences, now: int) -> int:
         """When an engine in which nothing runs should begin with those who wait; 0 for now."""
         if 0 < len(waiting) <= WINDOW_LOOKS_AT:
-            there = list(waiting)
-            if not any(sequence.preemptions or sequence.output_len for sequence in there):
-                until = self.window.until(there, self.promises.prefill_ns(there[0]), now)
+            sequences = list(waiting)
+            if not any(sequence.preemptions or sequence.output_len for sequence in sequences):
+                until = self.window.until(sequences, self.promises.prefill_ns(sequences[0]), now)
                 if until > now:
                     return until
         return 0
