@@ -27,7 +27,7 @@ class Exact:
     error: float = 0.0
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
-        """Everything is known."""
+        """Learn nothing, as everything is known."""
 
     def predict_ns(self, work: StepWork) -> float:
         return MS * (self.fixed + self.token * work.prefill_tokens + self.decode * work.decode_tokens)
@@ -43,7 +43,7 @@ class Exact:
 
 
 def waiting(prompt_len: int, due_ms: float | None, rank: int = 0, **fields: Any) -> Sequence:
-    """Waits since 0, with its first token due then."""
+    """A sequence that has waited since 0 and whose first token is due at `due_ms`."""
     sequence = make_sequence(str(next(_numbers)), list(range(prompt_len)), 20)
     sequence.seq_id, sequence.rank = next(_numbers), rank
     sequence.due_ns, sequence.tpot_ns = NEVER if due_ms is None else int(due_ms * MS), NEVER
@@ -53,7 +53,7 @@ def waiting(prompt_len: int, due_ms: float | None, rank: int = 0, **fields: Any)
 
 
 def decoding(tpot_ms: float | None, last_token_ms: float = 0.0, context: int = 10, **fields: Any) -> Sequence:
-    """Has had its newest token then."""
+    """A decoding sequence that had its newest token at `last_token_ms`."""
     sequence = waiting(context, 0 if tpot_ms else None, **fields)
     sequence.tokens.append(1)
     sequence.num_computed, sequence.status = context, Status.RUNNING

@@ -37,7 +37,7 @@ VOCAB_SIZE = 1000
 
 
 def random_classes(rng: random.Random, longest_step_ns: int) -> ClassTable:
-    """Objectives that are now and then met by steps of up to this length."""
+    """Classes whose objectives steps of up to this length meet only now and then."""
     step_ms = longest_step_ns / 1e6
     return ClassTable(
         (
@@ -108,10 +108,10 @@ class FakeExecutor:
         self.groups = groups or (KVCacheGroup(None),)
         self.is_recurrent = is_recurrent
         self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
-        self.kept: dict[int, list[int]] = {}  # the same of the slots of checkpoints
+        self.kept: dict[int, list[int]] = {}  # by checkpoint slot, in place of a state the tokens that it has seen
         self.known: dict[int, SequenceState] = {}
         self.written: dict[tuple[int, int], Any] = {}  # (block, offset) -> group, tokens up to there
-        self.host: dict[tuple[int, int], Any] = {}  # the same of host blocks
+        self.host: dict[tuple[int, int], Any] = {}  # the same for host blocks
         self.pooled: dict[int, list[int]] = {}  # by seq_id: the positions of what is in its vector
 
     def run(self, plan: StepPlan) -> None:
@@ -198,8 +198,8 @@ class Simulation:
     """A scheduler with a clock of its own; `random` draws step times and tokens.
 
     Args:
-        num_blocks: for which there is memory.
-        message_ns: what it takes to take a message up.
+        num_blocks: how many blocks there is memory for.
+        message_ns: how long it takes to read a message.
     """
 
     num_blocks: int = 32
@@ -211,14 +211,14 @@ class Simulation:
     policy: str = "fcfs"
     caching: bool = True
     num_checkpoints: int | None = None
-    windows: tuple[int | None, ...] = ()  # of layers
+    windows: tuple[int | None, ...] = ()  # one for each layer
     sinks: AttentionSinks | None = None
     lookahead: int = 16
     max_bypasses: int = 32
     max_prefill_stall_ms: float = math.inf
     max_queue_time: float = math.inf
     classes: ClassTable = BUILT_IN
-    weights: dict[str, float] = field(default_factory=dict)  # of tenants
+    weights: dict[str, float] = field(default_factory=dict)  # by tenant
     swap: SwapSpace = NO_SWAP
     sharing: Sharing = MIXED
     longest_step_ns: int = 10_000
@@ -264,7 +264,7 @@ class Simulation:
         return Scheduler(config, blocks, self.step_time)
 
     def submit_choices(self, prompt: list[int], max_tokens: int, **options: Any) -> list[Sequence]:
-        """Take a request in as the server and the engine do; its choices, none where the queue is full."""
+        """Take a request in as the server and the engine do. Returns its choices, none where the queue is full."""
         place = Place(self.queue)
         if place.take(options.get("n", 1), [len(prompt)]) is not None:
             return []
@@ -298,7 +298,7 @@ class Simulation:
             yield self.inbox.popleft()
 
     def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
-        """The same for a request of one choice."""
+        """Take in a request of one choice, and return that."""
         (sequence,) = self.submit_choices(prompt, max_tokens, **options)
         return sequence
 
@@ -315,7 +315,7 @@ class Simulation:
         return self.rng.randrange(0, self.longest_step_ns)
 
     def step(self) -> list[ScheduledSequence]:
-        """One step; returns what ran."""
+        """Run one step; returns what ran."""
         for message in taken_up(self.receive(), lambda: self.now):
             self.submit(*message)
         self.now += self.rng.randrange(0, 50)
@@ -365,7 +365,7 @@ class Simulation:
         return self.sequences[item.seq_id]
 
     def step_sequences(self) -> list[Sequence]:
-        """One step; returns whose parts ran."""
+        """Run one step; returns the sequences that had a part in it."""
         return [self.sequence_of(item) for item in self.step()]
 
     def check_plan(self, items: list[ScheduledSequence], ran_before: set[Sequence]) -> None:
@@ -400,7 +400,7 @@ class Simulation:
             assert id(sequence) in ran or may_be_left_out or of_prompts, "a decoding sequence was left out"
 
     def check_classes(self, items: list[ScheduledSequence]) -> None:
-        """What belongs to a class is left to it, and nobody goes before others who could."""
+        """Check that what belongs to a class is left to it, and that none goes before another that could."""
         running = list(self.scheduler.running)
         by_class = Counter(sequence.service.name for sequence in running)
         kept = [int(each.seats * self.max_num_seqs) - by_class[each.name] for each in self.classes]
@@ -421,14 +421,14 @@ class Simulation:
         assert not any(sequence.seq_id in tokens for sequence in later), "a prompt went before one that comes first"
 
     def check_window(self, plan: StepPlan) -> None:
-        """Nothing runs, and nobody waits longer for others than the class of each who waits allows."""
+        """Check that nothing runs, and that none waits longer for others than the class of each that waits allows."""
         assert not plan.scheduled and not len(self.scheduler.running)
         assert isinstance(self.scheduler.policy, SloPolicy)
         most_ns = min(sequence.service.window_ms[1] for sequence in self.scheduler.waiting) * 1e6
         assert self.now < plan.wait_until_ns <= self.scheduler.policy.window.opened_ns + most_ns
 
     def check_stall(self, items: list[ScheduledSequence]) -> None:
-        """Prompts hold up others no longer than they may, as far as was known, but for the first one's least."""
+        """Check that prompts hold up others no longer than they may, except by the least tokens of the first one."""
         step_time = self.scheduler.accounting.step_time
         prompts = [item for item in items if not item.decoding]
         if not prompts or not self.chunked or not step_time.is_trained:
@@ -471,7 +471,7 @@ class Simulation:
         raise AssertionError(f"still work after {limit} steps: somebody starves")
 
     def check_all_closed(self) -> None:
-        """Every block and every place is free, and every ledger sums to its life."""
+        """Check that every block and every place is free, and that every ledger sums to its life."""
         self.settle_places()
         assert (self.queue.choices, self.queue.tokens) == (0, 0)
         blocks = self.scheduler.blocks
@@ -491,5 +491,5 @@ def check_ledger(sequence: Sequence) -> None:
 
 
 def some_pooling(rng: random.Random, share: float = 0.25) -> PoolingParams | None:
-    """For this share of requests a vector of either kind; else None."""
+    """A vector of either kind for this share of requests; else None."""
     return PoolingParams(rng.choice(["last", "mean"])) if rng.random() < share else None

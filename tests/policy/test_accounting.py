@@ -47,7 +47,7 @@ def test_a_clock_gives_each_ledger_what_passed_since_it_joined() -> None:
 
 
 def linear_time(work: StepWork) -> int:
-    """A machine that obeys the model exactly, in nanoseconds."""
+    """Nanoseconds of a step on a machine that obeys the model exactly."""
     return (
         4_000_000
         + 50_000 * work.prefill_tokens

@@ -83,7 +83,7 @@ WORLDS = st.builds(
 
 
 def bounded(classes: ClassTable, rng: random.Random) -> ClassTable:
-    """The same with a bound on what some of them may have of the pool."""
+    """These classes, with a bound on what some of them may have of the pool."""
     return ClassTable(tuple(replace(each, max_kv=max(each.kv, rng.choice([0.5, 1.0]))) for each in classes))
 
 
@@ -120,7 +120,7 @@ def simulation(world: World, seed: int) -> Drafting:
 
 
 def request(sim: Drafting, world: World, rng: random.Random, beginnings: list[list[int]]) -> None:
-    """Submit a random one."""
+    """Submit a random request."""
     prompt = rng.choice(beginnings) + [rng.randrange(3, 9) for _ in range(rng.randrange(1, 24))]
     options: dict[str, Any] = {"service_class": rng.choice(["", "chat", "report", "offline"])}
     if world.tenants:
@@ -161,7 +161,7 @@ def test_whatever_is_combined_the_invariants_hold(seed: int, world: World) -> No
 
 
 def disturb(sim: Drafting, world: World, rng: random.Random) -> None:
-    """Preempt and abort some, whatever they are about to do."""
+    """Preempt and abort some sequences, whatever they are about to do."""
     for sequence in list(sim.scheduler.sequences.values()):
         if sequence.status is Status.RUNNING and rng.random() < world.preempts:
             preempt(sim, sequence)

@@ -20,7 +20,7 @@ from headway.policy.step_time import StepTimeModel
 from headway.policy.swap import HostPool, SwapSpace
 
 SIZE, LONGEST, LARGEST_STEP = 2, 24, 6
-# What is in a place of a block: the group, the salt, and the tokens up to the one whose keys and values these are.
+# The content of a place in a block: the group, the salt, and the tokens up to the one whose keys and values these are.
 Written = tuple[int, str, tuple[int, ...]]
 
 
@@ -150,7 +150,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.blocks[block][at % SIZE] = number, sequence.cache_salt, tuple(tokens[: at + 1])
 
     def finds_its_tokens(self, sequence: Sequence) -> None:
-        """Each position that windows and sinks see is in the table, and holds what these tokens give."""
+        """Check that each position that windows and sinks see is in the table, and holds what these tokens give."""
         computed = sequence.num_computed
         for number, (table, (window, sinks)) in enumerate(zip(sequence.tables, self.windows, strict=True)):
             first = 0 if window is None else max(0, computed - window + 1)

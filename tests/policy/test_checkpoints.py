@@ -98,7 +98,7 @@ def test_who_is_preempted_computes_little_again() -> None:
 
 
 def test_a_chunk_keeps_each_state_that_is_wanted() -> None:
-    """Where it leaves what was known, and at its end."""
+    """The states are those where the prompt leaves what was known, and at its end."""
     sim = simulation()
     prompts = [SYSTEM + [number] * 17 for number in range(2)]
     assert [cached(sim, prompt) for prompt in prompts] == [0, 0]

@@ -24,7 +24,7 @@ class Drafting(Faulty):
     idle_steps: float = 0.0  # share of steps in which nothing comes of a sequence
 
     def following(self, sequence: Sequence, tokens: Items[int]) -> int | None:
-        """What the model says after the sequence's tokens and these."""
+        """The token that the model gives after the sequence's tokens and these."""
         if self.is_due(sequence, "nan"):
             return None
         return 3 + hash((*sequence.tokens, *tokens)) % 90
@@ -51,7 +51,7 @@ class Drafting(Faulty):
             self.scheduler.propose(item.seq_id, drafts)
 
     def check_blocks(self) -> None:
-        """Nobody holds a block for a token that was refused, and what the index knows is in the cache."""
+        """Check that no block is held for a token that was refused, and that what the index knows is in the cache."""
         blocks = self.scheduler.blocks
         for sequence in self.scheduler.running:
             assert len(sequence.held_blocks) <= blocks.blocks_for(len(sequence.tokens))
@@ -121,7 +121,7 @@ def decoding(**options: object) -> tuple[Simulation, Sequence]:
 
 
 def answer(sim: Simulation, tokens: list[int]) -> list[ScheduledSequence]:
-    """A step in which these come of each sequence."""
+    """Run a step in which each sequence gets these tokens."""
     sim.tokens_of = lambda item: tokens  # type: ignore[method-assign]
     return sim.step()
 
@@ -201,7 +201,7 @@ def test_who_does_not_decode_gets_no_drafts(drafts: list[int]) -> None:
 
 
 def test_drafts_leave_a_block_of_tokens_to_prompts() -> None:
-    """Else a prompt would wait for as long as there are drafts."""
+    """Otherwise a prompt would wait for as long as there are drafts."""
     sim, sequence = decoding(max_num_batched_tokens=8)
     prompt = sim.submit(list(range(20, 32)), 4)
     for computed in (4, 8, 12):

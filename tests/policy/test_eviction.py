@@ -34,14 +34,14 @@ def begin(pool: KVBlocks, tokens: list[int], owner: str = "") -> list[int]:
 
 
 def serve(pool: KVBlocks, tokens: list[int], owner: str = "") -> int:
-    """A prompt comes and goes; returns how many of its blocks were there."""
+    """Have a prompt come and go; returns how many of its blocks were there."""
     found = len(pool.match(tokens, ""))
     pool.release(begin(pool, tokens, owner))
     return found
 
 
 def numbers(first: int, count: int) -> list[int]:
-    """A prompt of so many blocks and a last token."""
+    """The tokens of a prompt of so many blocks and a last token."""
     return [*range(first, first + count), -1]
 
 
@@ -156,7 +156,7 @@ def test_ten_thousand_sessions_leave_nothing_behind() -> None:
 
 
 def run(sim: Simulation) -> None:
-    """A step without the checks of each."""
+    """Run a step without the checks of each."""
     plan = sim.scheduler.schedule(sim.now)
     sim.now = max(sim.now + 1000, plan.wait_until_ns)
     if plan.scheduled:
@@ -165,7 +165,7 @@ def run(sim: Simulation) -> None:
 
 
 def footprint(sim: Simulation) -> int:
-    """Entries in everything that the pool, its queues and the scheduler keep."""
+    """How many entries the pool, its queues and the scheduler keep in all."""
     pool = sim.scheduler.blocks
     kept = (pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class, pool.cached._branches)
     branching = [each for each in pool.index._children.values() if isinstance(each, dict)]

@@ -35,7 +35,7 @@ NAME = "short_first:ShortFirst"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where Python finds modules, and forgets them afterwards."""
+    """A folder in which Python finds modules, and forgets them afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def example(folder: Path) -> str:
-    """The page's example, as its name."""
+    """The name of the policy that is the page's example."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(block.splitlines()) <= 32
     (folder / "short_first.py").write_text(block)
@@ -78,7 +78,7 @@ def test_the_example_leaves_half_of_the_seats_to_short_prompts(example: str) -> 
 
 
 def test_the_example_decides_in_the_simulator(example: str, tmp_path: Path) -> None:
-    """Where seats are few, short prompts wait less than with fcfs."""
+    """With few seats, short prompts wait less than with fcfs."""
     load = ["--num-prompts", "80", "--random-input-len", "200", "--random-range-ratio", "0.9", "--request-rate", "40"]
     load += ["--random-output-len", "100", "--max-num-seqs", "8"]
     load += ["--max-num-queued-reqs", "none", "--max-num-queued-tokens", "none", "--result-dir", str(tmp_path)]

@@ -175,7 +175,7 @@ class Server(RuleBasedStateMachine):
 
     @rule(number=consumes(numbers), used=st.none() | st.integers(0, 12_000))
     def end(self, number: int, used: int | None) -> None:
-        """It came to its end, was cancelled in the middle, or failed."""
+        """End a request: it came to its end, was cancelled in the middle, or failed."""
         if number in self.outstanding:
             tenant, _ = self.outstanding.pop(number)
             self.quotas.settle(number, used, self.now)

@@ -43,7 +43,7 @@ def make(**values: object) -> SamplingParams:
 
 
 def refused(*parts: str, **values: object) -> None:
-    """Refused under the name of the only (or last) value given, in one line that has these parts."""
+    """Check that values are refused under the name of the only (or last) one, in one line that has these parts."""
     name = list(values)[-1]
     with pytest.raises(InvalidParameter) as caught:
         make(**values)

@@ -72,7 +72,7 @@ class Shared(Simulation):
             assert self.scheduler.blocks.used[name] <= most, f"{name} uses more than its bound"
 
     def check_shares(self) -> None:
-        """There are blocks for the first of each class that fits in its share."""
+        """Check that there are blocks for the first of each class that fits in its share."""
         scheduler, slo = self.scheduler, self.slo
         if any(sequence.has_starved for sequence in scheduler.sequences.values()) or scheduler.blocks.used[""]:
             return

@@ -102,7 +102,7 @@ def test_a_window_s_end_stands_when_others_join() -> None:
 
 
 def fill(sim: Simulation, count: int, gap_ms: float) -> None:
-    """Requests come at this rate, which the window learns, and are served."""
+    """Have requests come at this rate, which the window learns, and serve them."""
     for _ in range(count):
         sim.submit([1], 1)
         sim.now += int(gap_ms * MS)

@@ -20,7 +20,7 @@ FIXED_NS, TOKEN_NS, DECODE_NS, PAIR_NS, ROW_NS = 11e6, 2e6, 1e6, 100.0, 4e6
 
 
 def cost(work: StepWork) -> int:
-    """A machine whose steps are as the model has them."""
+    """Nanoseconds of a step on a machine that obeys the model."""
     ns = FIXED_NS + TOKEN_NS * work.prefill_tokens + DECODE_NS * work.decode_tokens + PAIR_NS * work.prefill_pairs
     return int(ns + ROW_NS * work.logit_rows)
 

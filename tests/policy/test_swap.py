@@ -19,7 +19,7 @@ FREE = SwapSpace(64)  # copying takes no time
 
 
 def trained() -> StepTimeModel:
-    """A token of a prompt takes 0.1 ms, a step 5 ms beside that."""
+    """A trained model in which a token of a prompt takes 0.1 ms, and a step 5 ms besides."""
     model = StepTimeModel()
     for at in range(40):
         tokens = 1 + 16 * (at % 9)

@@ -128,7 +128,7 @@ def test_a_wait_for_a_better_priority_that_came_later_is_the_policys() -> None:
 
 
 def test_steps_in_which_nobody_comes_or_goes_compare_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the policy would cost time in every step in which many run and many wait."""
+    """Otherwise the policy would cost time in every step in which many run and many wait."""
     keys: list[Sequence] = []
     counting = replace(PRIORITY, admission=lambda s: (keys.append(s), order.priority(s))[1])  # type: ignore[func-returns-value]
     monkeypatch.setattr(PriorityPolicy, "orders", counting)
