@@ -25,8 +25,8 @@ from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
-# Of the squared error (in the logarithm), what predictions of the same engine and hardware architecture have in common.
-# Of the published measurements' TPOTs it is 0.5 (TTFT 0.4), and 0.8 where they are also from one source.
+# The share of the squared error (in the logarithm) that predictions of the same engine and hardware architecture have
+# in common: 0.5 for the TPOTs of the published measurements (0.4 for TTFTs), and 0.8 where they also have one source.
 SHARED = 0.5
 EXAMPLE = "llama-3.1-8b@H100-SXM, or llama-3.1-70b@4xH100-SXM:quantization=fp8,tp=4"
 SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
@@ -44,7 +44,9 @@ class Wanted:
 
 
 def parse_plans(texts: Sequence[str]) -> list[Wanted]:
-    """MODEL@HARDWARE, MODEL@4xHARDWARE, and :FLAG=VALUE,... behind it. What is left out is that of the first plan.
+    """Read MODEL@HARDWARE or MODEL@4xHARDWARE, with :FLAG=VALUE,... behind it if wanted.
+
+    What a text leaves out is taken from the first one.
 
     Raises:
         PlanError: a text cannot be read; one line that says which and how to write it.
@@ -127,7 +129,7 @@ def _option_types() -> dict[str, type]:
 
 
 def _single(hint: Any) -> type:
-    """int of `int | None`."""
+    """The one type that a hint allows beside None: int for `int | None`."""
     parts = typing.get_args(hint)
     found: type = next(each for each in parts if each is not type(None)) if type(None) in parts else hint
     return found
@@ -144,7 +146,7 @@ class Row:
     """A figure of each plan, in the unit of its key.
 
     Args:
-        of: its value, with a bar where it is predicted; None where a plan has none.
+        of: gives the figure of a plan, with a bar where it is predicted; None where the plan has no such figure.
         better: -1 where less is better, 1 where more is.
     """
 
@@ -178,7 +180,7 @@ def _per_device(plan: Plan) -> Estimate | None:
 
 
 def _cost(plan: Plan) -> Estimate | None:
-    """Its bar is that of the tokens."""
+    """Dollars for a million output tokens, with the error bar of the tokens a second that they follow from."""
     rate, cost = _tokens(plan), numbers_of(plan).cost
     if cost is None or rate is None:
         return None

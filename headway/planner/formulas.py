@@ -106,7 +106,7 @@ def _tokens_per_s(plan: Plan) -> Formula:
 
 
 def _bars(plan: Plan) -> Iterator[Formula]:
-    """The ends of the error bars; under a rate they are made by further runs of the load."""
+    """Formulas of the error bars' ends. A rate of arrivals has none: further runs of the load make its bars."""
     for name, estimate in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if estimate is not None and plan.load != "rate":
             for end, value in (("low", estimate.low), ("high", estimate.high)):
@@ -123,7 +123,7 @@ def _bars(plan: Plan) -> Iterator[Formula]:
 
 
 def _round(plan: Plan) -> str:
-    """A decode step, in a pipeline of all batches at once."""
+    """A decode step as a formula; in a pipeline, the step that all batches make at once."""
     step = plain(plan.decode.time.seconds * 1e3)
     stages = plan.deployment.parallelism.pipeline
     if stages == 1:
