@@ -45,7 +45,7 @@ class Admission:
         return place
 
     def add_prompts(self, place: Place, lengths: list[int]) -> None:
-        """Count the prompts of an admitted request, each with its tokens. Raises as admit()."""
+        """Count the prompts of an admitted request, each with its tokens. Raises what admit() raises."""
         self._check(place.take(prompts=lengths))
 
     def refuse_if_full(self) -> None:

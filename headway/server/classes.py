@@ -32,7 +32,7 @@ class Terms:
     tenant: str = DEFAULT_TENANT
 
     def verdicts(self, ttft_ns: int, tpot_ns: float | None) -> dict[str, bool]:
-        """Whether each objective was met; those that there are.
+        """Whether each objective was met, by its name; only those that the request has.
 
         Args:
             tpot_ns: None where there was one token only.
@@ -51,7 +51,7 @@ def terms_of(
     """The terms of a request with this access.
 
     Args:
-        ignored: gets the names of headers that are left aside.
+        ignored: the names of headers that are left aside are appended to it.
 
     Raises:
         ApiError: 400 when there is no such class, its names contradict each other, or a header is no objective; 403
