@@ -138,7 +138,7 @@ def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16, ro
     """Bytes of cache that the fullest device holds for one sequence of so many tokens, in whole blocks.
 
     Args:
-        rolling: as in `Settings`.
+        rolling: layers with a sliding window keep no more than the window.
     """
     return max(_held(deployment, stage, tokens, block_size, rolling) for stage in _stages(deployment))
 

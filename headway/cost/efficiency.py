@@ -43,7 +43,7 @@ class Efficiency:
             draws is sent one token after the other, and requests are taken up in between.
         linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
             it is interpolated over the logarithm. Empty for 1 everywhere.
-        linear_of: the same for products with weights of some formats, or in some, where they differ.
+        linear_of: factors like `linear` for products with weights in some formats, or made in some, where they differ.
     """
 
     matmul_flops: dict[str, float] = field(default_factory=lambda: {"other": 0.7})

@@ -21,7 +21,7 @@ class Loading:
     Args:
         storage_s: reading the checkpoint, once for all devices of a machine.
         deserialize_s: making tensors of it.
-        transfer_s: to the devices, each over its own link; 0 where the device is the host.
+        transfer_s: sending them to the devices, each over its own link; 0 where the device is the host.
         layout_s: rewriting the weights on the device in the order that kernels want: read and written once.
     """
 

@@ -198,7 +198,7 @@ class Precision:
         if quantization in _ENGINE_PACKED:
             head_format = _ENGINE_PACKED[quantization][4]
             head_ = found.head if head_format is None else _in_groups(head_format, found.activations, kind)
-            # GGUF's files have a matrix for each head; of others one is divided by heads, and no longer packed.
+            # GGUF's files have a matrix for each head. That of other files is divided by heads, and no longer packed.
             latent = None if quantization in _GGUF_TYPES and kind == "cpu" else found.activations
             return replace(found, linear=_in_groups(quantization, found.activations, kind), head=head_, latent=latent)
         latent = None if kind == "cpu" else found.activations

@@ -33,7 +33,7 @@ class ModelShape:
 
     Args:
         tied_embeddings: the head is the embedding, held once.
-        sliding_windows: for each layer with attention, how many positions a query sees, itself included; None for all.
+        sliding_windows: how many positions a query sees in each layer with attention, itself included; None for all.
         attention_sinks: the sinks of layers that have their window (see `with_attention_sinks`).
         max_positions: what max_position_embeddings says.
         gated: the feed-forward layer has a gate, so three matrices and not two.
@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def parts(self) -> tuple[ModelShape, ...]:
-        """Shapes whose layers are alike, together those of this one; embeddings and head stand in each."""
+        """Shapes with layers that are alike, which together are this shape's; each has the embeddings and the head."""
         if not self.kinds:
             return (self,)
         return tuple(

@@ -326,7 +326,7 @@ class Deployment:
         nodes = machines(tensor, link)
         inside = -(-tensor // nodes)
         reduced = float(2 * sent.all_reduce_bytes + sent.gather_bytes)
-        far = max(0, group - link.max_devices) / max(1, group - 1)  # of a device's neighbours
+        far = max(0, group - link.max_devices) / max(1, group - 1)  # share of neighbours elsewhere
         beyond = machines(spread.devices, link) > 1
         parts = {
             "all_reduce": (calls, reduced * (inside - 1) / inside, reduced / inside * (nodes - 1) / nodes, nodes > 1),

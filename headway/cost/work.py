@@ -23,11 +23,11 @@ class Operation(StrEnum):
     """The operations of a decoder step, in order; those of a layer stand for all layers together."""
 
     EMBEDDING = "embedding"
-    NORMS = "norms"  # those of all layers, with the residual additions, and those of queries, keys and latents
+    NORMS = "norms"  # norms of all layers, with the residual additions, and norms of queries, keys and latents
     QKV = "qkv"
     ROTARY = "rotary"
     KV_STORE = "kv_store"
-    LATENT = "latent"  # between latents and keys and values; only in latent attention
+    LATENT = "latent"  # products between latents and keys and values; only in latent attention
     SCORES = "scores"
     VALUES = "values"
     OUTPUT = "output"
@@ -142,9 +142,8 @@ def step_work(
 ) -> dict[Operation, Work]:
     """The work of one step over all its sequences: whole prompts, chunks of them, decodes, or any mixture.
 
-    Each weight is read once in a step; of the embedding only the rows of the step's tokens are, and of the experts
-    the number that so many tokens touch on average. Each sequence's visible keys and values are read once in each
-    layer.
+    Each weight is read once in a step. Of the embedding, only the rows of the step's tokens are read, and as many
+    experts as so many tokens touch on average. Each sequence's visible keys and values are read once in each layer.
 
     Args:
         flash: attention keeps its scores on the chip.

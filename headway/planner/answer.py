@@ -145,7 +145,7 @@ def _cost(plan: Plan) -> str:
 
 
 def slo_words(plan: Plan) -> str:
-    """Each objective: whether its estimate meets it, and whether its error bar does."""
+    """A clause for each objective: whether its estimate meets it, and whether its error bar does."""
     values = {"ttft": plan.ttft, "tpot": plan.tpot, "e2el": plan.ttlt}
     why = "the queue grows without limit" if plan.fits else "the plan does not fit"
     said = []

@@ -122,7 +122,7 @@ def _value(text: str, name: str, value: str, kind: type) -> Any:
 
 
 def _option_types() -> dict[str, type]:
-    """What can be set behind the colon: fields of a request that are a single value, and those of speculation."""
+    """The flags that can stand behind the colon: fields of a request with a single value, and those of speculation."""
     hints = typing.get_type_hints(PlanRequest) | typing.get_type_hints(SpeculationFlags)
     kinds = {name: _single(hint) for name, hint in hints.items() if name not in ("model", "hardware")}
     return {name: kind for name, kind in kinds.items() if kind in (int, float, str, bool)}
@@ -136,7 +136,7 @@ def _single(hint: Any) -> type:
 
 
 def count_hint(wanted: Wanted) -> str:
-    """What to say of hardware that is not known because the count stands behind it; otherwise nothing."""
+    """A hint for an error about hardware that is not known because the count stands behind it; otherwise nothing."""
     last = _COUNT_LAST.fullmatch(str(wanted.flags["hardware"]))
     return f" (the number of devices goes first: {last[2]}x{last[1]})" if last else ""
 
@@ -229,8 +229,8 @@ def marks(row: Row, plans: Sequence[Plan]) -> list[str]:
 def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, other: Estimate | float | None) -> bool:
     """Whether two figures differ by more than both bars together, in the logarithm.
 
-    The arms that point at each other are added as errors are, those of plans of the same engine and architecture less
-    what these have in common (`SHARED`). Counted figures, such as bytes, have no error.
+    The arms of the bars that point at each other are added like independent errors. For plans of the same engine and
+    architecture, what these have in common (`SHARED`) is taken off. Counted figures, such as bytes, have no error.
     """
     if not (isinstance(one, Estimate) and isinstance(other, Estimate)):
         return True
@@ -243,7 +243,7 @@ def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, o
 
 
 def alike(one: Plan, other: Plan) -> bool:
-    """The same engine and hardware architecture."""
+    """Whether two plans have the same engine and hardware architecture."""
     mine, yours = one.deployment.hardware, other.deployment.hardware
     return one.engine == other.engine and mine.architecture == yours.architecture
 
@@ -291,7 +291,7 @@ def _slo(plan: Plan) -> Cell:
 
 
 def print_comparison(plans: Sequence[Plan], console: Console) -> None:
-    """What each is, what is wrong with those that cannot work, and the table."""
+    """Print what each plan is, what is wrong with those that cannot work, and the table."""
     for place, plan in enumerate(plans):
         console.print(Text.assemble((f"{letter(place)}  ", "bold"), headline(plan)))
         if said := names_taken(plan.request.model, plan.model, plan.request.hardware, plan.hardware_key):

@@ -15,7 +15,7 @@ SIMULATED = "simulated step by step, simulator/serving.py: Orca 2022, Sarathi-Se
 
 
 def formulas(plan: Plan) -> Iterator[Formula]:
-    """Every headline figure, after those that it is made of."""
+    """Formulas of every headline figure, each after the figures that it is made of."""
     yield from of_weights(plan)
     yield from of_cache(plan)
     yield from of_memory(plan)

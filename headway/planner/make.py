@@ -26,7 +26,7 @@ from headway.planner.steps import compute_bound_batch, compute_bound_weights, de
 
 
 def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
-    """Everything that can be said of it before it runs.
+    """The plan of a request: everything that can be said of a deployment before it runs.
 
     A model that does not fit is no error: the plan says by how much (`problem`), and what would make it fit.
 

@@ -52,7 +52,7 @@ def find_model(name: str, quantization: str = "auto") -> Model:
     """A GGUF file, a folder with a config.json or such a file, the bundled model, or a name of the catalogue.
 
     Args:
-        quantization: unless it is "auto", what the files say of it does not count.
+        quantization: how weights are kept; "auto" takes it from the files.
 
     Raises:
         PlanError: a path without a config.json that can be read.
@@ -84,7 +84,8 @@ def names_taken(model: str, found_model: str, hardware: str, found_hardware: str
     """Which entries of the catalogue were taken for other names; "" where it has both names.
 
     Args:
-        model, hardware: as asked; the others as found.
+        model, hardware: names as they were asked for.
+        found_model, found_hardware: names of what was found.
     """
     known = catalogue.models().get(found_model)
     names = {found_model.lower()} | ({known.name.lower(), known.name.lower().rpartition("/")[2]} if known else set())

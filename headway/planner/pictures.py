@@ -334,7 +334,7 @@ def times(plan: Plan) -> Figure:
 
 
 def _bars(step: PlannedStep) -> list[tuple[str, float, float]]:
-    """Groups with anything in them: predicted seconds, and those that physics leaves."""
+    """Groups with anything in them: their names, predicted seconds, and the least seconds that physics allows."""
     taken = {part.name: part.seconds for part in step.time.parts} | {"host": step.time.host_s}
     known = {name for _, names, _ in GROUPS for name in names}
     assert taken.keys() <= known, f"parts of a step that no group has: {taken.keys() - known}"

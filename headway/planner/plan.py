@@ -64,7 +64,7 @@ class PlannedStep:
         activation_bytes: bytes that operations hand to each other on top; some of them stay in caches.
         time: predicted time of one device, part by part.
         floor_s: seconds that it takes at the data sheet's rates, without any loss.
-        floors_s: the same for each part of `time`, by its name.
+        floors_s: seconds that each part of `time` takes at these rates, by its name.
         bound: compute, memory, network or overhead: what most of the time goes to.
     """
 

@@ -58,7 +58,7 @@ class Resolved:
 
 
 def resolve(request: PlanRequest) -> Resolved:
-    """Raises PlanError when a name is not known or the model cannot be run like this."""
+    """What a request means. Raises PlanError when a name is not known or the model cannot be run like this."""
     try:
         model = _with_sinks(find_model(request.model, request.quantization), request)
         hardware, efficiency, machine = find_hardware(request.hardware, request.engine)

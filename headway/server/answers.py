@@ -219,7 +219,7 @@ class Answer(ABC):
         return before, after
 
     def _is_worth_sending(self, piece: Piece) -> bool:
-        """False while a token adds no text: it is part of a character, or may become a stop string."""
+        """Whether a piece has news. A token adds no text as part of a character, or of a possible stop string."""
         return bool(piece.text or piece.finish_reason or piece.logprobs or (self.with_token_ids and piece.token_ids))
 
     def _chunk(self, entry: dict[str, Any] | None) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class Answer(ABC):
         return self._written[key]
 
     def found_prompt_logprobs(self, choice: ServedChoice) -> list[TokenLogprobs | None]:
-        """One for each token of the prompt. The engine reports them with the prompt's first choice."""
+        """An entry for each token of the prompt. The engine reports them with the prompt's first choice."""
         sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
         found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)
         return [None] * len(choice.prompt.token_ids) if found is None else of_prompt(found)

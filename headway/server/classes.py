@@ -22,7 +22,7 @@ class Terms:
 
     Args:
         service_tier: what OpenAI's clients call the class.
-        ttft_ms, tpot_ms: its objectives, the class's or tighter ones of its own; infinite for none.
+        ttft_ms, tpot_ms: objectives of the request, from its class or tighter ones of its own; infinite for none.
     """
 
     service: ServiceClass = BUILT_IN.default_class

@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             return self.transport.close()
         self._stop_reading()
         self._held = b""
-        has_eof = self.transport.can_write_eof()  # with TLS the client has only the answer's length
+        has_eof = self.transport.can_write_eof()  # a client of TLS sees the end by the answer's length alone
         linger_s = self._linger_s if has_eof else min(self._linger_s, LINGER_TLS_S)
         self._closing = self.loop.call_later(linger_s, self.transport.close)
         if has_eof:
@@ -367,7 +367,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # to what is not spoken here; _feed goes on
+        if self.parser.should_upgrade():  # the client offers another protocol, which is not taken; _feed goes on
             return
         self._finished_some, self._is_incomplete = True, False
         self._stop_reading()

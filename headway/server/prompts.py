@@ -150,7 +150,7 @@ def truncated(prompt: TokenizedPrompt, most: int, keep_end: bool, before: int = 
 # Chats up to here are rendered at once where the template is plain; with longer texts even a plain step takes its time.
 PLAIN_CHARS = 2**15
 _NO_VARIABLES = frozenset(("tools", "messages", "add_generation_prompt", "continue_final_message"))
-CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too
+CHARS_OF_A_TURN = 50  # characters that a template adds around a message: many empty messages are a long text too
 
 
 async def rendered(
@@ -283,7 +283,7 @@ def _as_template_message(message: Message, index: int, knows_developer: bool) ->
         if message.role != "assistant":
             path = f"messages[{index}].content"
             raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
-        content = ""  # as agents repeat an answer without text
+        content = ""  # agents repeat an answer without text like this
     elif not isinstance(content, str):
         content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
     # OpenAI's newer name for the system role; most templates know the older one only.

@@ -36,7 +36,7 @@ MAX_HELD = 32
 PIECE_BYTES, PAUSE_S = 2**16, 2e-5
 # Fields that may have millions of token ids.
 _IDS = ("prompt", "input", "tokens")
-_MAX_LISTS = 2**12  # of token ids
+_MAX_LISTS = 2**12  # lists of token ids in one body
 # What lists and objects may have; fields that are not here are checked where their values are used.
 _COUNTS = {
     "messages": (MAX_MESSAGES, "messages"),

@@ -188,7 +188,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def file(self, owner: str, file_id: str) -> FileObject | None:
-        """None where there is none, or it is another owner's."""
+        """A batch; None where there is none, or it is another owner's."""
         self._forget_expired()
         row = self._db.execute("SELECT document FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else FileObject.model_validate_json(row[0])

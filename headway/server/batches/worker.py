@@ -39,7 +39,7 @@ class Run:
     """A batch that is not finished.
 
     Attributes:
-        batch: as it was last changed, but for its counts.
+        batch: the batch as it was last changed, but for its counts.
         left: requests without an answer.
     """
 
@@ -49,12 +49,12 @@ class Run:
         self.left = 0
         self.inside = 0
         self.cancelled = asyncio.Event()
-        self.refused: deque[tuple[int, RequestLine]] = deque()  # to be sent again
+        self.refused: deque[tuple[int, RequestLine]] = deque()  # requests to send again
         self.changed = asyncio.Event()
         self._waits_until = 0.0  # on the clock of time.monotonic()
 
     def refuse(self, number: int, line: RequestLine, reply: Reply) -> None:
-        """A request was not let in: send it again, and nothing before the time that the answer gives."""
+        """Take back a request that was not let in, and send nothing before the time that the answer gives."""
         self.refused.append((number, line))
         given = reply.headers.get("retry-after", "")
         seconds = min(max(1.0, float(given)), MOST_PAUSE_S) if given.isdecimal() else 1.0
