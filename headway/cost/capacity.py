@@ -204,7 +204,7 @@ def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     """All matrices of the layers in fewer bits, the widest first; for 8 bits, a format that the hardware multiplies."""
     precision, hardware = deployment.precision, deployment.hardware
     for name in ("fp8" if "fp8" in hardware.flops_per_s and not hardware.measured else "int8", "int4"):
-        fewer = _named(deployment, name)
+        fewer = _precision_of(deployment, name)
         changed = replace(precision, linear=fewer.linear, head=fewer.head, experts=None, latent=fewer.latent)
         yield f"--quantization {name}", replace(deployment, precision=changed)
 
@@ -212,11 +212,11 @@ def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
 def _narrow_cache(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     if deployment.precision.kv.bits > FP8.bits:
         name = "int8" if deployment.hardware.measured else "fp8"
-        kv = _named(deployment, "none", name).kv
+        kv = _precision_of(deployment, "none", name).kv
         yield f"--kv-cache-dtype {name}", replace(deployment, precision=replace(deployment.precision, kv=kv))
 
 
-def _named(deployment: Deployment, quantization: str, kv_cache_dtype: str = "auto") -> Precision:
+def _precision_of(deployment: Deployment, quantization: str, kv_cache_dtype: str = "auto") -> Precision:
     """The formats of a scheme, as this engine has them on a calibrated machine, or else as other engines do."""
     dtype = deployment.precision.activations.name
     if deployment.hardware.measured:

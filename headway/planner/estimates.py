@@ -79,9 +79,9 @@ def of_steady(outcome: Outcome, workload: RequestShape, bars: Bars, of_ttft: tup
     Args:
         of_ttft: the bar of TTFT under this load.
     """
-    ttft = _around(outcome.ttft_s, of_ttft)
-    tpot = _around(outcome.tpot_s, bars.tpot)
-    ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
+    ttft = _with_bar(outcome.ttft_s, of_ttft)
+    tpot = _with_bar(outcome.tpot_s, bars.tpot)
+    ttlt = _ttlt(ttft, tpot, outcome.ttlt_s, workload)
     value = outcome.requests_per_s * workload.output
     bar = ttlt or tpot
     rate = Estimate(value, value * bar.value / bar.high, value * bar.value / bar.low) if bar else None
@@ -109,12 +109,12 @@ def of_arrivals(
     rate, output = outcome.requests_per_s, workload.output
     low, high = bars.tpot
     tokens = Estimate(rate * output, min(asked, saturation / high) * output, min(asked, saturation / low) * output)
-    around = _around(outcome.ttft_s, bars.ttft_arrivals)
+    around = _with_bar(outcome.ttft_s, bars.ttft_arrivals)
     if around is None:
-        return Estimates(tpot=_around(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
+        return Estimates(tpot=_with_bar(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
     if at is None:
-        around, tpot = _around(outcome.ttft_s, UNKNOWN), _around(outcome.tpot_s, UNKNOWN)
-        return Estimates(around, tpot, _last(around, tpot, outcome.ttlt_s, workload), tokens)
+        around, tpot = _with_bar(outcome.ttft_s, UNKNOWN), _with_bar(outcome.tpot_s, UNKNOWN)
+        return Estimates(around, tpot, _ttlt(around, tpot, outcome.ttlt_s, workload), tokens)
     slow, fast = at(high), at(low)
     ttft = Estimate(
         around.value, min(around.low, _scaled(fast.ttft_s, low)), max(around.high, _scaled(slow.ttft_s, high))
@@ -124,18 +124,18 @@ def of_arrivals(
         bar = (_scaled(fast.tpot_s, low), _scaled(slow.tpot_s, high))
         plain = outcome.tpot_s * low, outcome.tpot_s * high
         tpot = Estimate(outcome.tpot_s, min(bar[0], plain[0]), max(bar[1], plain[1]))
-    return Estimates(ttft, tpot, _last(ttft, tpot, outcome.ttlt_s, workload), tokens)
+    return Estimates(ttft, tpot, _ttlt(ttft, tpot, outcome.ttlt_s, workload), tokens)
 
 
 def _scaled(seconds: float | None, factor: float) -> float:
     return float("inf") if seconds is None else seconds * factor
 
 
-def _around(value: float | None, bar: tuple[float, float]) -> Estimate | None:
+def _with_bar(value: float | None, bar: tuple[float, float]) -> Estimate | None:
     return None if value is None else Estimate(value, value * bar[0], value * bar[1])
 
 
-def _last(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: RequestShape) -> Estimate | None:
+def _ttlt(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: RequestShape) -> Estimate | None:
     """The time to the last token: TTFT + (n - 1) TPOT (document 001, chapter 4), at each end of the bars."""
     if ttft is None or value is None:
         return None

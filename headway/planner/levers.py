@@ -254,7 +254,7 @@ class _Search:
         current, found = self._base, list[Lever]()
         while left:
             missed = set(missed_by(current))
-            choices = [each for each in self._on_top(left, current) if not set(each.misses) - missed]
+            choices = [each for each in self._levers_on_top(left, current) if not set(each.misses) - missed]
             best = min(choices, key=self.rank, default=None)
             if best is None or not self._helps(best):
                 break
@@ -277,7 +277,7 @@ class _Search:
         """
         return [each for each in changes(self._base) if isinstance(each, Change) and each.combines]
 
-    def _on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
+    def _levers_on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
         for change in left:
             try:
                 yield self.lever(change, current)

@@ -151,7 +151,7 @@ def _of_clients(lanes: Lanes, clients: int) -> Outcome:
     rate = served.requests_per_s
     if each > followed:
         rate = lanes.saturated.requests_per_s / lanes.count
-        served = _later(served, (each - followed) / rate)
+        served = _delayed(served, (each - followed) / rate)
     return _steady(lanes, served, rate * clients / each, served.ttft_s)
 
 
@@ -172,7 +172,7 @@ def _simulating_s(lanes: Lanes, clients: int) -> float:
     return decoding_s + clients * max(1.0, _prompt_steps(lanes)) * PROMPT_S
 
 
-def _later(served: Served, seconds: float) -> Served:
+def _delayed(served: Served, seconds: float) -> Served:
     later = {name: value + seconds for name, value in asdict(served).items() if name.startswith(("ttft", "e2e"))}
     return replace(served, **later)
 
