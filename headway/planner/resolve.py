@@ -199,7 +199,7 @@ def _parallelism(
     """How the model is spread, as the request asks.
 
     Where it gives no tensor parallel size, that is what --count leaves for it, if one machine has so many devices.
-    Otherwise it is the smallest size that fits, among the divisors of --count or the powers of two.
+    Otherwise it is the smallest size that fits, among the divisors of what --count leaves, or the powers of two.
     """
 
     def over(tensor: int) -> Parallelism:
