@@ -18,14 +18,14 @@ SCORE_PASSES = 4
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's part of a step.
+    """One sequence's part of a step, or that of several alike.
 
     Args:
-        tokens: computed in this step, at least 1.
-        context: computed in earlier steps.
+        tokens: tokens that are computed in this step, at least 1.
+        context: tokens that were computed in earlier steps.
         logit_rows: tokens whose logits are wanted: 1 for a decode and for the end of a prompt, 0 for a prompt
             that goes on.
-        sequences: that are alike in this.
+        sequences: how many sequences have the same part.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 def append_alike(chunks: list[Chunk], chunk: Chunk) -> None:
-    """Append one sequence's chunk; where it is like the last, that counts one sequence more."""
+    """Append one sequence's chunk; where it is like the last one, that one counts a sequence more."""
     if chunks and (chunks[-1].tokens, chunks[-1].context, chunks[-1].logit_rows) == (
         chunk.tokens,
         chunk.context,
@@ -63,11 +63,11 @@ class Attended(msgspec.Struct, frozen=True, gc=False):
     """What attention does in one step, over all layers and sequences.
 
     Args:
-        score_flops, value_flops: of queries with keys, and of weights with values.
-        key_elements, value_elements: read from the cache. A latent is read once, with the keys.
-        latent_flops: of turning latents into keys and values, or queries and results into their space.
-        expanded_elements: keys and values made of latents, which are written and read again.
-        score_elements: of the matrix of scores, where it goes through memory; 0 with tiling.
+        score_flops, value_flops: FLOPs of the products of queries with keys, and of weights with values.
+        key_elements, value_elements: elements that are read from the cache. A latent is read once, with the keys.
+        latent_flops: FLOPs that turn latents into keys and values, or queries and results into the latents' space.
+        expanded_elements: elements of keys and values made of latents, which are written and read again.
+        score_elements: elements of the matrix of scores, where it goes through memory; 0 with tiling.
     """
 
     score_flops: int = 0
@@ -113,10 +113,11 @@ def _of_chunk(shape: ModelShape, chunk: Chunk, window: int | None, times: int, f
 
 
 def _latent(latent: Latent, heads: int, tokens: int, keys: int, pairs: int, times: int, stored: int) -> Attended:
-    """The cheaper of two ways that give the same result (DeepSeek-V2, 2024, section 2.1), or the first of them.
+    """Attention over latents by the cheaper of two ways that give the same result (DeepSeek-V2, 2024, section 2.1).
 
     Absorbed: queries and results are turned into the space of the latents, for each new token. Expanded: keys and
-    values are made of all latents in sight, and attention goes on as usual.
+    values are made of all latents in sight, and attention goes on as usual. An engine may always do the former
+    (`Latent.always_absorbed`).
     """
     read = times * keys * (latent.kv_rank + latent.rope_dim)
     turn = 2 * heads * latent.kv_rank * (latent.nope_dim + latent.value_dim)

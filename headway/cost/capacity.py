@@ -1,6 +1,6 @@
 """Does it fit, how many sequences at once, how long a context: memory as the engine divides it.
 
-Of a device's memory the engine takes a share. Weights, the activations of the largest step and a workspace come off it,
+The engine takes a share of a device's memory. Weights, the activations of the largest step and a workspace come off it,
 and what is left holds keys and values in blocks of tokens (PagedAttention, Kwon et al., 2023). Layers with a sliding
 window keep no more than the window (document 002). All figures are bytes or tokens of the fullest device of a replica;
 with data parallelism they are those of one group, which holds sequences of its own.
@@ -30,17 +30,17 @@ MOST_CONTEXT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One device of a replica, the fullest; bytes.
+    """What the memory of a replica's fullest device holds, in bytes.
 
     Args:
-        memory: of the device.
-        usable: the share that the engine takes.
-        weights: of the device.
-        activations: of the largest step, and what its sampler takes.
-        workspace: of the runtime and its captured graphs.
+        memory: all memory of the device.
+        usable: the part of it that the engine takes.
+        weights: weights on the device.
+        activations: activations of the largest step, and what its sampler takes.
+        workspace: what the runtime and its captured graphs take.
         kv_pool: what is left for the cache; negative where not even weights and activations fit.
-        kv_per_token: of the device, in all its layers, sliding windows apart.
-        pool_tokens: that fit into the pool, in whole blocks, sliding windows apart.
+        kv_per_token: cache of a token in all layers of the device, sliding windows apart.
+        pool_tokens: tokens that fit into the pool, in whole blocks, sliding windows apart.
         max_batch: sequences of prompt + output tokens that fit at once.
         max_context: tokens of a single sequence that fit, the model's own limit apart.
         shortfall: bytes that are missing for one sequence of prompt + output tokens; 0 where it fits.
@@ -60,23 +60,23 @@ class Capacity:
 
     @property
     def fits(self) -> bool:
-        """At least one sequence does."""
+        """Whether at least one sequence fits."""
         return self.shortfall == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of an engine, as far as memory goes.
+    """The settings of an engine that decide about memory.
 
     Args:
         utilization: share of the memory that the engine takes.
         free_share: where it is given, the cache instead takes this share of what weights and workspace leave free, at
             most what the activations leave of that.
         block_size: tokens of a block of the cache.
-        max_num_batched_tokens: of the largest step, which decides the activations.
-        max_num_seqs: sequences in a step; here only the size of its logits, and no limit on `max_batch`.
+        max_num_batched_tokens: tokens of the largest step, which decide the activations.
+        max_num_seqs: sequences in a step; they decide the size of its logits only, and do not limit `max_batch`.
         rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
-        sampler_bytes: beside the activations of a step.
+        sampler_bytes: bytes that the sampler takes beside the activations of a step.
     """
 
     utilization: float = 0.9
@@ -92,12 +92,12 @@ USUAL = Settings()
 
 
 def capacity(deployment: Deployment, prompt: int, output: int, settings: Settings = USUAL, cached: int = 0) -> Capacity:
-    """What fits of requests of `prompt` and `output` tokens.
+    """How many requests of `prompt` and `output` tokens fit, and what they leave.
 
     Args:
-        cached: tokens of each prompt that are in the prefix cache already: the same ones for all requests, held once.
-            Whole blocks of them are; what the last block only fills in part each sequence holds for itself. Where
-            windows make it cheaper not to share, nothing is.
+        cached: tokens of each prompt that are in the prefix cache already, the same ones for all requests. Their whole
+            blocks are held once; of a last block that they only fill in part, each sequence has its own. Nothing is
+            shared where windows make that cheaper.
     """
     d = deployment
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
@@ -138,7 +138,7 @@ def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16, ro
     """Bytes of cache that the fullest device holds for one sequence of so many tokens, in whole blocks.
 
     Args:
-        rolling: as in `Settings`.
+        rolling: layers with a sliding window keep no more than the window.
     """
     return max(_held(deployment, stage, tokens, block_size, rolling) for stage in _stages(deployment))
 
@@ -201,10 +201,10 @@ def _longest(deployment: Deployment, room: int, settings: Settings) -> int:
 
 
 def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """All matrices of the layers in fewer bits, the widest first; of 8 bits the format that the hardware multiplies."""
+    """All matrices of the layers in fewer bits, the widest first; for 8 bits, a format that the hardware multiplies."""
     precision, hardware = deployment.precision, deployment.hardware
     for name in ("fp8" if "fp8" in hardware.flops_per_s and not hardware.measured else "int8", "int4"):
-        fewer = _named(deployment, name)
+        fewer = _precision_of(deployment, name)
         changed = replace(precision, linear=fewer.linear, head=fewer.head, experts=None, latent=fewer.latent)
         yield f"--quantization {name}", replace(deployment, precision=changed)
 
@@ -212,12 +212,12 @@ def _quantized(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
 def _narrow_cache(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     if deployment.precision.kv.bits > FP8.bits:
         name = "int8" if deployment.hardware.measured else "fp8"
-        kv = _named(deployment, "none", name).kv
+        kv = _precision_of(deployment, "none", name).kv
         yield f"--kv-cache-dtype {name}", replace(deployment, precision=replace(deployment.precision, kv=kv))
 
 
-def _named(deployment: Deployment, quantization: str, kv_cache_dtype: str = "auto") -> Precision:
-    """As the engine of a calibrated machine has it, or as others do."""
+def _precision_of(deployment: Deployment, quantization: str, kv_cache_dtype: str = "auto") -> Precision:
+    """The formats of a scheme, as this engine has them on a calibrated machine, or else as other engines do."""
     dtype = deployment.precision.activations.name
     if deployment.hardware.measured:
         head_dim, kind = deployment.shape.head_dim, deployment.hardware.kind

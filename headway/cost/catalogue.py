@@ -30,7 +30,7 @@ class KnownModel:
 
     Args:
         key: its short name.
-        name: on the Hugging Face hub.
+        name: its name on the Hugging Face hub.
         weights: the precision in which its checkpoint is published: bf16, fp16, fp8-block or mxfp4.
         parameters_b, active_parameters_b: billions, as published; the latter for mixtures of experts.
         config: the keys of its config.json that decide its shape.
@@ -48,7 +48,7 @@ class KnownModel:
 
     @property
     def shape(self) -> ModelShape:
-        """What its config says; a window that is missing there is none, as TOML has no null."""
+        """The shape that the config describes. A window that it does not name is none, as TOML has no null."""
         return read_shape({"sliding_window": None, **self.config}, f"the catalogue's {self.key}")
 
 
@@ -66,14 +66,25 @@ def hardware() -> Mapping[str, Hardware]:
 
 
 def find_model(name: str) -> KnownModel:
-    """By key, alias or hub name, also without owner, in any case. Raises UnknownName, with the nearest names."""
+    """The model with this key, alias or hub name (also without its owner), in upper or lower case.
+
+    Raises:
+        UnknownName: no such model; the message has the nearest names.
+    """
     spellings = {key: (each.name, *each.aliases) for key, each in models().items()}
     bare = {key: (*names, *(each.rpartition("/")[2] for each in names)) for key, names in spellings.items()}
     return models()[_find("model", name, bare)]
 
 
 def find_hardware(name: str, others: Iterable[Hardware] = ()) -> Hardware:
-    """By key or alias, in any case; `others`, such as calibrated machines, come first. Raises UnknownName."""
+    """The hardware with this key or alias, in upper or lower case.
+
+    Args:
+        others: hardware beside the catalogue's, such as calibrated machines; it comes first.
+
+    Raises:
+        UnknownName: no such hardware; the message has the nearest names.
+    """
     table = {**hardware(), **{each.key: each for each in others}}
     return table[_find("hardware", name, {key: each.aliases for key, each in table.items()})]
 
@@ -134,7 +145,7 @@ def engines() -> tuple[str, ...]:
 
 
 def efficiency(hardware: Hardware, engine: str = "vllm") -> Efficiency:
-    """What a serving program reaches of a device: fitted to published measurements (benchmarks/plan_accuracy.py).
+    """What a serving program reaches of a device, fitted to published measurements (benchmarks/plan_accuracy.py).
 
     Raises:
         UnknownName: no such program.

@@ -46,7 +46,7 @@ def read_shape(raw: Mapping[str, Any], source: str = "config.json", among: Colle
 def without_head(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parsed config.json with the family of a model that was saved without its output layer, as embedders are.
 
-    Its embedding stands for that layer. What names no such model is returned as it is.
+    Its embedding stands for that layer. A file of another model is returned as it is.
     """
     named = raw.get("architectures")
     for name in named if isinstance(named, list) else []:
@@ -146,7 +146,7 @@ def _state(values: ConfigValues, hidden: int, is_delta: bool) -> StateSpec:
 
 
 def _adjusted_ffn(values: ConfigValues) -> int:
-    """LFM2: two thirds of what is said, times a factor, up to a multiple."""
+    """LFM2's F: two thirds of what the file says, times a factor, rounded up to a multiple."""
     width = values.positive_int("block_ff_dim", values.positive_int("intermediate_size", 12_288))
     if not values.boolean("block_auto_adjust_ff_dim", True):
         return width
@@ -183,7 +183,7 @@ def _refuse_other_kinds(values: ConfigValues, family: Family, name: str) -> None
     own = {keys.count, keys.other} if keys else set()
     own |= {"kv_lora_rank"} if family.latent else set()
     for key in family.refused:
-        if values.get(key) and values.get(key) != "vision":  # what only images need is left to them
+        if values.get(key) and values.get(key) != "vision":  # text does not need what is for images only
             raise values.error(key, f"is not supported for {name}")
     kinds = values.get("layer_types")
     if name == "GraniteMoeHybridForCausalLM" and isinstance(kinds, list) and {"mamba", "linear_attention"} & {*kinds}:
@@ -194,7 +194,7 @@ def _refuse_other_kinds(values: ConfigValues, family: Family, name: str) -> None
 
 
 def _count(values: ConfigValues, key: str, most: int) -> int:
-    """A number of which a list is as long, or as many tensors are looked for."""
+    """A number that decides how long a list gets, or how many tensors are looked for: it must not exceed `most`."""
     number = values.positive_int(key)
     if number > most:
         raise values.error(key, f"is more than any model has; it must be at most {most}")
@@ -206,7 +206,7 @@ def _switch(bias: bool | str, values: ConfigValues) -> bool:
 
 
 def _heads(values: ConfigValues, heads: int, hidden: int) -> tuple[int, int]:
-    """Key/value heads, as many as query heads for a null, and the size of a head."""
+    """How many key/value heads there are (a null stands for as many as query heads), and the size of a head."""
     kv_heads = values.positive_int("num_key_value_heads", heads if values.knows("num_key_value_heads") else None)
     if heads % kv_heads:
         raise values.error("num_attention_heads", f"is not a multiple of num_key_value_heads, {kv_heads}")
@@ -226,7 +226,7 @@ def _latent(values: ConfigValues) -> Latent:
 
 
 def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | None:
-    """None where no layer has experts."""
+    """The mixture of experts; None where no layer has one."""
     stated = {key: values.get(key) for key in (keys.per_token, keys.shared) if key is not None}
     # Hunyuan's files have a number for each layer.
     same = {
@@ -241,7 +241,7 @@ def _experts(values: ConfigValues, keys: ExpertKeys, layers: int) -> Experts | N
         raise values.error(keys.per_token, f"is more than {count_key}, {count}")
     if not with_experts:
         return None
-    if count * layers > _MOST_OF_ALL_EXPERTS:  # each has names of its own
+    if count * layers > _MOST_OF_ALL_EXPERTS:  # each expert has tensors with names of its own
         raise values.error(str(count_key), f"is more than any model has in {layers} layers")
     return Experts(
         count=count,
@@ -284,7 +284,7 @@ def _layers_with_experts(values: ConfigValues, keys: ExpertKeys, layers: int) ->
 
 
 def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Of each layer; Mixtral's files say null or nothing: without the key there is no window."""
+    """The window of each layer; None where it sees all tokens. Mixtral's files say null or nothing for no window."""
     if family.windows == "none":
         return (None,) * layers
     window = None if values.get("sliding_window") is None else values.positive_int("sliding_window")

@@ -18,32 +18,32 @@ class Efficiency:
     """Shares are of the data sheet's rate, above 0; times in seconds.
 
     Args:
-        matmul_flops: of large matrix products, by format; "other" for formats that are not named.
-        matmul_bytes: of the weights of a product with few tokens.
+        matmul_flops: share for large matrix products, by format; "other" for formats that are not named.
+        matmul_bytes: share for the weights of a product with few tokens.
         widen_ops: operations in fp32 that it takes to widen a weight to what it is multiplied in, by the bits of a
-            weight: once for each tile of rows of a product (`TILE_ROWS`). It overlaps with reading them, and not
-            with the products.
+            weight. They are done once for each tile of rows of a product (`TILE_ROWS`), while weights are read, but not
+            while products are made.
         expert_flops, expert_bytes: factors on the two above for the experts' products, which are many and uneven. The
             second may be above 1: uneven routers touch fewer experts than even ones.
-        attention_flops: of the products of attention over prompts.
-        score_s: of each score (a query, a key and a head) besides the products: the exponential, the maximum, the sum.
-        kv_bytes: of the cache read by decodes.
-        element_bytes: of operations on single elements.
-        link: of the links' rate, in large collectives.
+        attention_flops: share for the products of attention over prompts.
+        score_s: time of each score (a query, a key and a head) besides the products: exponential, maximum and sum.
+        kv_bytes: share for the cache that decodes read.
+        element_bytes: share for operations on single elements.
+        link: share of the links' rate, in large collectives.
         sharpness: how well arithmetic and memory traffic overlap: an operation takes
             (compute ** p + memory ** p) ** (1 / p), so infinity for perfectly and 1 for not at all.
-        kernel_s: between one kernel and the next.
-        step_s: between one step and the next, while the device waits for its host.
-        sequence_s: of the host, for each sequence of a step.
-        launch_s: of the host, for each kernel of a step with prompts, which no captured graph holds. The device works
-            meanwhile, so that it counts where the device is faster.
-        token_s: of the host, for each prompt token before its step (tokenizing, copying).
-        request_s: of the host, for each request before its first token (HTTP, queues, the answer).
-        output_s: of the API process, for each sequence that decodes beside a request's first step: what a step draws is
-            sent one token after the other, and requests are taken up in between.
+        kernel_s: time between one kernel and the next.
+        step_s: time between one step and the next, while the device waits for its host.
+        sequence_s: time of the host for each sequence of a step.
+        launch_s: time of the host for each kernel of a step with prompts, which no captured graph holds. The device
+            works meanwhile, so that it counts where the device is faster.
+        token_s: time of the host for each prompt token before its step (tokenizing, copying).
+        request_s: time of the host for each request before its first token (HTTP, queues, the answer).
+        output_s: time of the API process for each sequence that decodes beside a request's first step: what a step
+            draws is sent one token after the other, and requests are taken up in between.
         linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
             it is interpolated over the logarithm. Empty for 1 everywhere.
-        linear_of: the same for products with weights of some formats, or in some, where they differ.
+        linear_of: factors like `linear` for products with weights in some formats, or made in some, where they differ.
     """
 
     matmul_flops: dict[str, float] = field(default_factory=lambda: {"other": 0.7})
@@ -121,7 +121,7 @@ class Efficiency:
         """What the time of linear layers is multiplied by in a step of so many tokens.
 
         Args:
-            formats: of the weights and of the products; the first that was measured apart counts.
+            formats: formats of the weights and of the products; the first that was measured on its own counts.
         """
         curve = next((self.linear_of[each] for each in formats if each in self.linear_of), self.linear)
         return on_curve(curve, tokens) if curve else 1.0

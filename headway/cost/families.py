@@ -75,7 +75,7 @@ class ExpertKeys:
 
 
 _BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
-_AS_QUERIES: dict[str, Any] = {"num_key_value_heads": None}  # as many heads of keys as of queries, unless it is said
+_AS_QUERIES: dict[str, Any] = {"num_key_value_heads": None}  # a file that says nothing has as many as query heads
 _DEEPSEEK_EXPERTS = ExpertKeys(
     "n_routed_experts",
     "num_experts_per_tok",

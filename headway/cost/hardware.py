@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from headway.cost.curve import on_curve
 from headway.cost.roofline import Roofline
 
-# What arithmetic a device without units for a format falls back on: the numbers are widened first.
+# The arithmetic that a device without units for a format falls back on: the numbers are widened first.
 _WIDER = {
     "mxfp4": ("bf16", "fp16", "fp32"),
     "nvfp4": ("bf16", "fp16", "fp32"),
@@ -26,9 +26,9 @@ class Link:
     """How devices of one machine reach each other, or machines.
 
     Args:
-        bytes_per_s: of a device in one direction.
-        latency_s: of a small all-reduce among them.
-        max_devices: that are joined like this.
+        bytes_per_s: what a device sends in one direction.
+        latency_s: seconds of a small all-reduce among them.
+        max_devices: how many devices are joined like this.
     """
 
     kind: str
@@ -47,13 +47,13 @@ def network_of(gb_per_s: float) -> Link:
     return Link(f"network of {gb_per_s:g} GB/s a device", gb_per_s * 1e9, NETWORK_LATENCY_S, MOST_DEVICES)
 
 
-# Where nobody says what it is: 100 Gb/s for each device.
+# The network where nobody says what it is: 100 Gb/s for each device.
 PLAIN_NETWORK = network_of(12.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of one device for an hour, in US dollars, with where and when that was the list price."""
+    """The price of one device for an hour in US dollars, and where and when that was the list price."""
 
     per_hour: float
     source: str = ""
@@ -67,14 +67,14 @@ class Hardware:
     Args:
         key: its short name.
         kind: gpu or cpu.
-        memory_bytes: available to programs.
-        bytes_per_s: of its memory, by the data sheet, or streaming reads as measured.
-        flops_per_s: dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them; and
-            mxfp4, of such weights with 8-bit activations.
-        host_bytes_per_s: between it and its host's memory, one way.
-        reads: bytes and the rate at which so many are read over and over, smallest first; empty where only memory
-            counts.
-        network: between machines of such devices; None where nobody said.
+        memory_bytes: memory that programs can have.
+        bytes_per_s: bandwidth of its memory by the data sheet, or as measured with streaming reads.
+        flops_per_s: rates of dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has
+            them; and mxfp4, for such weights with 8-bit activations.
+        host_bytes_per_s: bandwidth between it and its host's memory, one way.
+        reads: pairs of a number of bytes and the rate at which so many are read over and over, smallest first; empty
+            where only memory counts.
+        network: the link between machines of such devices; None where nobody said.
         measured: it is this machine as `headway calibrate` found it.
     """
 
@@ -122,5 +122,5 @@ class Hardware:
         return on_curve(self.reads, working_set)
 
     def roofline(self, format_: str = "bf16") -> Roofline:
-        """Its limits by the data sheet."""
+        """The limits of the device by its data sheet."""
         return Roofline(self.rate(format_), self.bytes_per_s)

@@ -64,7 +64,10 @@ def _local(shape: ModelShape) -> LayerKind:
 
 
 def _global(values: ConfigValues, shape: ModelShape) -> LayerKind:
-    """Sizes of a layer without a window stand in keys of their own, or since transformers 5 in those of a layer."""
+    """The sizes of a layer without a window.
+
+    They stand in keys of their own, or since transformers 5 in those of a layer.
+    """
     stated = values.get("per_layer_config")
     of_last = stated.get(str(shape.layers - 1)) if isinstance(stated, Mapping) else None
     if isinstance(of_last, Mapping):

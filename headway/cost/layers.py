@@ -34,11 +34,11 @@ class AttentionSinks(NamedTuple):
     def of(
         cls, sinks: int | None, window: int | None, block_size: int, max_positions: int, max_model_len: int
     ) -> AttentionSinks | None:
-        """What is asked for, the sinks in whole blocks; None where that is nothing.
+        """The sinks and the window that are asked for, the sinks in whole blocks; None where no sinks are.
 
         Args:
-            window: None is the length that the model was trained for.
-            max_positions: this length; 0 where it is not known.
+            window: positions that a query sees; None stands for the length that the model was trained for.
+            max_positions: the length that the model was trained for; 0 where it is not known.
 
         Raises:
             ValueError: they do not go together, or no sequence has more tokens than the window.
@@ -92,7 +92,7 @@ class CacheSpec:
 
     @property
     def sees_all(self) -> bool:
-        """It was trained to see all positions."""
+        """Whether the layer was trained to see all positions."""
         return self.window is None or self.sinks > 0
 
     @property
@@ -102,7 +102,7 @@ class CacheSpec:
 
     @property
     def elements(self) -> int:
-        """Of a token; none where they are another layer's."""
+        """Elements that the layer keeps of a token; 0 where it attends to another layer's."""
         return 0 if self.source is not None else self.heads * (self.key_dim + self.value_dim)
 
 
@@ -114,9 +114,9 @@ class StateSpec:
     DeltaNet (Yang et al., 2024) has a matrix [key_dim, value_dim] for each head beside it.
 
     Args:
-        channels: that are convolved.
-        heads: of values; 0 for a layer that is nothing but a convolution (LFM2).
-        key_heads: of queries and keys, each for as many heads of values.
+        channels: how many channels are convolved.
+        heads: heads of values; 0 for a layer that is nothing but a convolution (LFM2).
+        key_heads: heads of queries and keys, each of which serves equally many heads of values.
         bias: the convolution and the projections around it have one.
     """
 
@@ -143,16 +143,19 @@ class StateSpec:
 
     @property
     def numbers(self) -> int:
-        """Of the outputs of the first projections, those that are two numbers a head, by a matrix that stays plain."""
+        """Outputs of the first projections that are numbers for a head, two each; their matrix is never quantised."""
         return 2 * self.heads
 
     @property
     def projected(self) -> int:
-        """Outputs of the first projections: what is convolved and two gates; or that, a gate and two numbers a head."""
+        """Outputs of the first projections.
+
+        They are what is convolved and two gates, or in a delta net what is convolved, a gate and two numbers a head.
+        """
         return self.channels + self.mixed + self.numbers if self.heads else 3 * self.channels
 
     def parameters(self, hidden: int) -> int:
-        """Of a layer: two projections, the convolution, and of a delta net two numbers a head and a norm."""
+        """Parameters of a layer: two projections, the convolution, and in a delta net two numbers a head and a norm."""
         of_heads = 2 * self.heads + self.value_dim
         biases = (self.projected + hidden + self.channels) * self.bias
         return hidden * (self.projected + self.mixed) + self.channels * self.width + of_heads + biases
@@ -163,11 +166,11 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
 
     Args:
-        q_rank: of the compressed queries; None where queries are not compressed.
-        kv_rank: of the cached vector.
-        nope_dim, rope_dim: of a head's query and key, without and with positions. The part with positions is cached
-            once for all heads.
-        value_dim: of a head's value.
+        q_rank: elements of the compressed queries; None where queries are not compressed.
+        kv_rank: elements of the cached vector.
+        nope_dim, rope_dim: elements of a head's query and key without and with positions. The part with positions is
+            cached once for all heads.
+        value_dim: elements of a head's value.
         always_absorbed: prompts are computed in the space of latents too, as this engine does, and not in the cheaper
             of both ways.
     """
@@ -184,13 +187,13 @@ class Latent:
         return (self.q_rank or 0) + self.kv_rank
 
     def projections(self, layers: int, hidden: int, heads: int) -> list[Matrix]:
-        """The matrices that make all queries, and what is cached, of the hidden state."""
+        """The matrices that make all queries, and what is cached, from the hidden state."""
         rows, cached = heads * (self.nope_dim + self.rope_dim), self.kv_rank + self.rope_dim
         matrices = [(layers, (self.q_rank or rows) + cached, hidden)]
         return matrices if self.q_rank is None else [*matrices, (layers, rows, self.q_rank)]
 
     def of_heads(self, layers: int, heads: int) -> list[Matrix]:
-        """Those that make the keys and the values of each head of what is cached."""
+        """The matrices that make the keys and the values of each head from what is cached."""
         return [(layers * heads, self.kv_rank, self.nope_dim), (layers * heads, self.value_dim, self.kv_rank)]
 
 
@@ -200,13 +203,13 @@ class Experts:
 
     Args:
         count: experts that the router chooses from.
-        per_token: that it chooses for each token.
+        per_token: experts that it chooses for each token.
         width: F of each expert.
-        layers: that have experts; the others have the plain feed-forward layer.
+        layers: how many layers have experts; the others have the plain feed-forward layer.
         shared_width: F of what every token goes through beside them; 0 for nothing.
         shared_gate: the router has a row for it too, whose logit says how much of its result counts (Qwen2-MoE).
-        bias: experts' matrices have one.
-        router_bias: one number for each expert.
+        bias: the experts' matrices have a bias.
+        router_bias: the router has a bias, one number for each expert.
         held: experts that this device has; None for all.
         senders: devices whose tokens the experts here serve, each with a batch like this one's (expert parallelism
             beside data-parallel attention).
@@ -268,14 +271,15 @@ class LayerInputs:
     """A second embedding of tokens, of which each layer gets a part (Gemma 4, Gemma 3n).
 
     Args:
-        width: of a layer's part.
-        vocab: of this embedding.
+        width: elements of a layer's part.
+        vocab: rows of this embedding.
     """
 
     width: int
     vocab: int
 
     def parameters(self, layers: int, hidden: int) -> int:
-        """The embedding, the projection of the first one and its norm; and in each layer two projections and a norm."""
+        """Parameters of the embedding, the projection of the first one and its norm, and in each layer two projections
+        and a norm."""
         whole = layers * self.width
         return self.vocab * whole + whole * hidden + self.width + layers * hidden * (2 * self.width + 1)

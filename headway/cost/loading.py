@@ -8,7 +8,7 @@ from headway.cost.hardware import Hardware
 
 # Document 000: PCIe 4.0 drives sustain 3.5 to 7 GB/s of sequential reads.
 STORAGE_BYTES_PER_S = 5e9
-# Of a link to the host, what one way sustains of its nominal rate: document 000 has 25 to 28 of 31.5 GB/s.
+# The share of its nominal rate that a link to the host sustains one way: document 000 has 25 to 28 of 31.5 GB/s.
 HOST_LINK_SHARE = 0.85
 # Mapped files are checked and turned into tensors at about the rate of a copy in memory.
 DESERIALIZE_BYTES_PER_S = 10e9
@@ -21,7 +21,7 @@ class Loading:
     Args:
         storage_s: reading the checkpoint, once for all devices of a machine.
         deserialize_s: making tensors of it.
-        transfer_s: to the devices, each over its own link; 0 where the device is the host.
+        transfer_s: sending them to the devices, each over its own link; 0 where the device is the host.
         layout_s: rewriting the weights on the device in the order that kernels want: read and written once.
     """
 
@@ -44,7 +44,7 @@ class Loading:
 def loading(
     checkpoint_bytes: int, device_bytes: int, hardware: Hardware, storage_bytes_per_s: float = STORAGE_BYTES_PER_S
 ) -> Loading:
-    """Of a checkpoint, of which each device gets `device_bytes`."""
+    """The stages of loading a checkpoint of which each device gets `device_bytes`."""
     host = hardware.host_bytes_per_s
     return Loading(
         storage_s=checkpoint_bytes / storage_bytes_per_s,

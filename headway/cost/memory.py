@@ -58,9 +58,9 @@ def activation_bytes(
 ) -> int:
     """The most bytes of activations that live at once in a step of `tokens` tokens.
 
-    The residual stream, and either what attention holds (its input, queries, keys, values and result, and without
-    `flash` the scores of all heads with the `context` before them), or the feed-forward layer (its input, gate, up and
-    their product; of experts those of each token's k), or the logits.
+    They are the residual stream, and the largest of three: what attention holds (its input, queries, keys, values and
+    result, and without `flash` the scores of all heads with the `context` before them); what the feed-forward layer
+    holds (its input, gate, up and their product, for each of the k experts of a token); or the logits.
     """
     if shape.kinds:
         return max(activation_bytes(part, tokens, logit_rows, precision, flash, context) for part in shape.parts)

@@ -85,7 +85,7 @@ def check(shape: ModelShape, parallelism: Parallelism, link: Link | None = None)
 
 
 def machines(devices: int, link: Link | None) -> int:
-    """How many machines so many devices are in, as many in each as its link joins."""
+    """How many machines hold so many devices, if each holds as many as its link joins."""
     return -(-devices // link.max_devices) if link is not None else 1
 
 
@@ -122,7 +122,7 @@ def stage_layers(layers: int, pipeline: int) -> int:
 
 
 def device_weight_bytes(shape: ModelShape, precision: Precision, parallelism: Parallelism) -> int:
-    """Of the device that holds the most: the first stage has the embedding, the last the head."""
+    """Bytes of weights on the device that holds the most: the first stage has the embedding, the last the head."""
     local = device_shape(shape, parallelism)
     if parallelism.pipeline == 1:
         return weight_bytes(local, precision)
@@ -136,7 +136,7 @@ def device_weight_bytes(shape: ModelShape, precision: Precision, parallelism: Pa
 def stages(shape: ModelShape, pipeline: int) -> list[ModelShape]:
     """The different stages of a pipeline, with equal ones once.
 
-    Of the layers of each, as many have experts as there are in all: those weigh most.
+    Each is taken to have as many layers with experts as it can have, as those weigh most.
     """
     length = stage_layers(shape.layers, pipeline)
     return list(dict.fromkeys(_stage(shape, first, length) for first in range(0, shape.layers, length)))
@@ -163,10 +163,10 @@ class Traffic:
     """What the devices of a stage send in one step.
 
     Args:
-        all_reduces, all_reduce_bytes: how many, and the bytes of all their tensors.
-        gather_bytes: of the logits.
-        all_to_alls, all_to_all_bytes: tokens to their experts and back; bytes that a device sends.
-        hops, hop_bytes: from stage to stage.
+        all_reduces, all_reduce_bytes: how many all-reduces there are, and the bytes of all their tensors.
+        gather_bytes: bytes of the logits, which are gathered.
+        all_to_alls, all_to_all_bytes: how often tokens go to their experts or back, and the bytes that a device sends.
+        hops, hop_bytes: how often activations go from stage to stage, and their bytes.
     """
 
     all_reduces: int = 0
@@ -179,7 +179,7 @@ class Traffic:
 
 
 def traffic(shape: ModelShape, parallelism: Parallelism, precision: Precision, tokens: int, rows: int) -> Traffic:
-    """Of a step of `tokens` tokens, of which `rows` want logits. `shape` is the whole model's.
+    """What is sent in a step of `tokens` tokens, of which `rows` want logits. `shape` is the whole model's.
 
     Sequence parallelism splits each all-reduce into a reduce-scatter and an all-gather, which move as much.
     """

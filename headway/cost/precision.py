@@ -13,12 +13,12 @@ class Format:
     """A number format.
 
     Args:
-        bits: of an element.
-        group: elements that share scales; 0 where there are none, or so few that nobody counts them.
-        scale_bits: of a group's scale, and of its zero point where it has one.
+        bits: bits of an element.
+        group: elements that share a scale; 0 where there are no scales, or so few that nobody counts them.
+        scale_bits: bits of a group's scale, and of its zero point where it has one.
         compute: the arithmetic of matrix products in this format, a key of `Hardware.flops_per_s`.
-        row_bits: of a scale that each row of a matrix has besides.
-        rows, inputs: that rows of a matrix, and the numbers in each, are filled up to a multiple of.
+        row_bits: bits of a scale that each row of a matrix has besides.
+        rows, inputs: rows of a matrix, and the numbers in each, are filled up to multiples of these.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Format:
         return -(-(elements * self.bits + groups * self.scale_bits) // 8)
 
     def bytes_of_matrices(self, matrices: Iterable[Matrix]) -> int:
-        """Bytes of these matrices as they are kept; where nothing is filled up, of their elements."""
+        """Bytes of these matrices as they are kept, with what they are filled up with."""
         if self.rows == self.inputs == 1 and not self.row_bits:
             return self.bytes_of(sum(count * rows * width for count, rows, width in matrices))
         full = map(self.filled_up, matrices)
@@ -84,7 +84,7 @@ _WEIGHTS: dict[str, tuple[int, int, int, str | None]] = {
     "nvfp4": (4, 16, 8, "nvfp4"),
     "nf4": (4, 64, 8, None),
 }
-# Of mixtures: the experts' matrices alone, everything else in the plain dtype.
+# Schemes for mixtures of experts: the experts' matrices alone have the format, everything else has the plain dtype.
 _EXPERTS_ONLY = {"int4-experts": "int4", "nvfp4-experts": "nvfp4"}
 QUANTIZATIONS = ("none", *_WEIGHTS, *_EXPERTS_ONLY)
 # What this engine packs (docs/quantization.md): a float32 scale for each row, and in int4 a byte for each row and 32
@@ -97,10 +97,11 @@ _ENGINE_WEIGHTS: dict[str, tuple[int, int, int, int, str | None]] = {
 }
 _ENGINE_HEAD = {"int4": "int8"}
 _AS_ROUNDED = {"w4a8": "int4"}  # checkpoints that are kept as what the engine rounds, but for the head
-# Of checkpoints that are packed: bits; inputs of a group; bits of its factor and offset, 8 each, and of its scale and
-# minimum, 32 each, or their part of those where a longer run shares them; the same on a GPU, where factors of 1,
-# offsets of 0 and half of the scales' bits are left out if nothing is lost; the format of the head. AWQ and GPTQ have
-# groups of 128, and FP8 a scale for each row, or in blocks for each row and 128 inputs.
+# How this engine keeps packed checkpoints. The numbers are: bits of a weight; inputs of a group; bits of a group's
+# factor and offset, 8 each, and of its scale and minimum, 32 each, or a part of those where a longer run shares them;
+# the same on a GPU, where factors of 1, offsets of 0 and half of the scales' bits are left out if nothing is lost; the
+# format of the head. AWQ and GPTQ have groups of 128, and FP8 a scale for each row, or in blocks for each row and 128
+# inputs.
 _ENGINE_PACKED: dict[str, tuple[int, int, int, int, str | None]] = {
     "int4-weight-only": (4, 128, 16 + 32, 8 + 16, None),
     "fp8-weight-only": (8, 128, 16, 0, None),
@@ -127,13 +128,13 @@ class Precision:
     """The formats of a model's parts.
 
     Args:
-        linear: of the layers' matrices.
-        experts: of the experts' matrices; None: like `linear`.
-        latent: of the matrices between latents and the keys and values of heads; None: like `linear`.
-        head: of the output projection; an embedding that is tied to it is kept like it.
-        rest: of norms, biases, routers and the embedding.
-        activations: of what layers hand to each other; it is also the dtype of attention's products.
-        kv: of cached keys and values.
+        linear: format of the layers' matrices.
+        experts: format of the experts' matrices; None stands for `linear`.
+        latent: format of the matrices between latents and the keys and values of heads; None stands for `linear`.
+        head: format of the output projection; an embedding that is tied to it is kept like it.
+        rest: format of norms, biases, routers and the embedding.
+        activations: format of what layers hand to each other; it is also the dtype of attention's products.
+        kv: format of cached keys and values.
     """
 
     linear: Format = BF16
@@ -154,7 +155,7 @@ class Precision:
 
     @classmethod
     def named(cls, dtype: str = "bfloat16", quantization: str = "none", kv_cache_dtype: str = "auto") -> Precision:
-        """As `--dtype`, `--quantization` and `--kv-cache-dtype` name it.
+        """The formats that `--dtype`, `--quantization` and `--kv-cache-dtype` name.
 
         The head, the embedding and the norms stay in `dtype`, as the usual checkpoints have them; mxfp4 is for the
         experts where a model has them (`ModelShape.experts`), and for the layers' matrices where it has none.
@@ -180,13 +181,13 @@ class Precision:
     def of_engine(
         cls, dtype: str, quantization: str, kv_cache_dtype: str, head_dim: int, kind: str = "cpu"
     ) -> Precision:
-        """As `headway serve` keeps a model; what it does not have, as in `named`.
+        """The formats in which `headway serve` keeps a model. For what it does not have, they are those of `named`.
 
         It has ENGINE_QUANTIZATIONS, which it makes itself, ENGINE_CHECKPOINTS and ENGINE_KV_DTYPES.
 
         Args:
-            head_dim: of a key, which has a float32 scale of its own in a cache of int8.
-            kind: of the hardware, cpu or gpu.
+            head_dim: elements of a head's key, which has a float32 scale of its own in a cache of int8.
+            kind: kind of the hardware, cpu or gpu.
 
         Raises:
             ValueError: a name is not known.
@@ -197,7 +198,7 @@ class Precision:
         if quantization in _ENGINE_PACKED:
             head_format = _ENGINE_PACKED[quantization][4]
             head_ = found.head if head_format is None else _in_groups(head_format, found.activations, kind)
-            # GGUF's files have a matrix for each head; of others one is divided by heads, and no longer packed.
+            # GGUF's files have a matrix for each head. That of other files is divided by heads, and no longer packed.
             latent = None if quantization in _GGUF_TYPES and kind == "cpu" else found.activations
             return replace(found, linear=_in_groups(quantization, found.activations, kind), head=head_, latent=latent)
         latent = None if kind == "cpu" else found.activations
@@ -227,14 +228,14 @@ class Precision:
 
 
 def is_for_experts(quantization: str) -> bool:
-    """Whether a scheme is of experts alone, so that a model without any has no use for it."""
+    """Whether a scheme quantises experts alone, so that a model without any has no use for it."""
     return quantization in _EXPERTS_ONLY
 
 
 def _packed(quantization: str, activations: Format, kind: str) -> Format:
     bits, group, scale_bits, inputs, compute = _ENGINE_WEIGHTS[quantization]
     own = compute or activations.compute
-    if kind == "gpu":  # in groups numbers have offsets as they have scales
+    if kind == "gpu":  # a group has an offset as it has a scale
         both = 2 if group else 1
         return Format(quantization, bits, own, group, both * scale_bits, both * 32, inputs=_GPU_INPUTS)
     return Format(quantization, bits, own, group, scale_bits, 32, 64, inputs)

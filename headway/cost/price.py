@@ -14,7 +14,7 @@ def split_cost(
     """Price of a million input and of a million output tokens, when each pays for the time that it takes.
 
     Args:
-        prompt_share: of the time, that goes to prompts; what remains goes to output tokens.
+        prompt_share: share of the time that goes to prompts; what remains goes to output tokens.
     """
     of_input = cost_per_million(price_per_hour * prompt_share, requests_per_s * prompt)
     return of_input, cost_per_million(price_per_hour * (1 - prompt_share), requests_per_s * output)

@@ -22,8 +22,8 @@ class RequestShape:
     """Requests that are alike, in tokens.
 
     Args:
-        output: of an answer, on average.
-        cached: of the prompt, found in the prefix cache; at least one token of a prompt is always computed.
+        output: tokens of an answer, on average.
+        cached: tokens of the prompt that are found in the prefix cache; at least one is always computed.
         spread: answers are evenly spread between output * (1 - spread) and output * (1 + spread). At 0 requests that
             begin together end together and their successors come together: bursts that never dissolve.
     """
@@ -50,15 +50,16 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the engine: tokens in a step, and sequences at once.
+    """The limits of an engine: tokens in a step, and sequences at once.
 
     Args:
-        prefill_stall_s: by which prompts may make a step longer for those beside them, or by as long as these take
-            alone where that is longer (`policy.step_budget`); infinite for no bound but the tokens.
-        least_tokens: that the first prompt gets beside decodes whatever they take.
-        sharing: of steps between prompts and decodes.
+        prefill_stall_s: seconds by which prompts may lengthen a step for the decodes beside them; they may lengthen it
+            by as long as these decodes take alone where that is more (`policy.step_budget`). Infinite for no bound but
+            the tokens.
+        least_tokens: tokens that the first prompt gets beside decodes, however long those take.
+        sharing: how prompts and decodes share steps.
         whole_prompts: a prompt that fits in a step waits for one with room for all of it.
-        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
+        ahead: a step is scheduled when the one before it begins, so that what comes meanwhile waits for a further one.
     """
 
     batched_tokens: int = 8192

@@ -22,5 +22,5 @@ class Roofline:
         return min(self.flops_per_s, intensity * self.bytes_per_s)
 
     def least_seconds(self, flops: float, moved_bytes: float) -> float:
-        """The time of so much work at least: arithmetic and memory traffic overlap, and the longer one decides."""
+        """The least time of so much work: arithmetic and memory traffic overlap, and the longer one decides."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)

@@ -33,8 +33,8 @@ class ModelShape:
 
     Args:
         tied_embeddings: the head is the embedding, held once.
-        sliding_windows: for each layer with attention, how many positions a query sees, itself included; None for all.
-        attention_sinks: of layers that have their window (see `with_attention_sinks`).
+        sliding_windows: how many positions a query sees in each layer with attention, itself included; None for all.
+        attention_sinks: the sinks of layers that have their window (see `with_attention_sinks`).
         max_positions: what max_position_embeddings says.
         gated: the feed-forward layer has a gate, so three matrices and not two.
         qk_norm: queries and keys have a norm, each head by itself or, as "whole", all heads together.
@@ -44,10 +44,10 @@ class ModelShape:
         sinks: each query head has a learnt number that takes part in its softmax (gpt-oss).
         output_gate: a head's result is multiplied with the sigmoid of as many outputs of the query projection.
         latent: None for attention with G key/value heads.
-        state: of the recurrent layers.
-        recurrent: their numbers; the others have attention.
+        state: what each recurrent layer keeps.
+        recurrent: numbers of the recurrent layers; the others have attention.
         experts: None where every layer has the plain feed-forward layer.
-        kinds: of layers whose sizes differ, all layers; none where they are alike, as kv_heads, head_dim and ffn say.
+        kinds: the kinds of all layers, where their sizes differ; empty where all are as kv_heads, head_dim and ffn say.
         projected_kv: projections beside that of queries: 2, 1 where keys are values, 0 where both are another layer's.
         inputs: None where layers get nothing but the residual stream.
         layer_scalars: each layer's result is multiplied with a number.
@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def parts(self) -> tuple[ModelShape, ...]:
-        """Shapes whose layers are alike, together those of this one; embeddings and head stand in each."""
+        """Shapes with layers that are alike, which together are this shape's; each has the embeddings and the head."""
         if not self.kinds:
             return (self,)
         return tuple(
@@ -190,7 +190,7 @@ class ModelShape:
 
     @property
     def kv_elements_per_place(self) -> int:
-        """Elements of cache for one token in one of these places: of the largest layer."""
+        """Elements of cache for one token in one of these places: as many as the largest layer has."""
         return max(part.kv_elements_per_layer for part in self.parts)
 
     @property
@@ -255,7 +255,7 @@ class ModelShape:
 
     @property
     def qk_norm_parameters(self) -> int:
-        """Of the norms of queries and keys in a layer."""
+        """Parameters of the norms of queries and keys in a layer."""
         if not self.qk_norm:
             return 0
         if self.qk_norm == "whole":
@@ -293,7 +293,7 @@ class ModelShape:
         return parts | {"rest": self.num_parameters - sum(parts.values())}
 
     def projections(self) -> dict[str, list[Matrix]]:
-        """What tokens are multiplied with, by linear, latent, experts and head; what is fused is one."""
+        """The matrices that tokens are multiplied with, by linear, latent, experts and head; fused ones are one."""
         if self.kinds:
             each = [part.projections() for part in self.parts]
             whole = {name: [size for part in each for size in part[name]] for name in ("linear", "latent", "experts")}
@@ -321,12 +321,12 @@ class ModelShape:
         return [(count, (self.ffn_matrices - 1) * width, self.hidden), (count, self.hidden, width)]
 
     def ffn_parameters(self, width: int) -> int:
-        """Of one feed-forward layer of this width."""
+        """Parameters of one feed-forward layer of this width."""
         rows = (self.ffn_matrices - 1) * width
         return self.ffn_matrices * self.hidden * width + (rows + self.hidden) * self.mlp_bias
 
     def expert_parameters(self) -> int:
-        """Of one expert; 0 without experts."""
+        """Parameters of one expert; 0 without experts."""
         if self.experts is None:
             return 0
         rows = (self.ffn_matrices - 1) * self.experts.width

@@ -85,11 +85,11 @@ class PartTime(msgspec.Struct, frozen=True, gc=False):
     """One operation's time on one device, all layers together.
 
     Args:
-        name: of the operation, or of what is sent.
-        seconds: that it takes.
-        compute_s, memory_s, network_s, overhead_s: that its arithmetic, its bytes, what it sends, and starting its
-            kernels take alone.
-        work: of this device.
+        name: name of the operation, or of what is sent.
+        seconds: how long it takes.
+        compute_s, memory_s, network_s, overhead_s: how long its arithmetic, its bytes, what it sends, and the start of
+            its kernels take alone.
+        work: the work of this device.
     """
 
     name: str
@@ -125,7 +125,7 @@ class TimeBreakdown:
 
     @property
     def device_s(self) -> float:
-        """Without the time in which the device waits for its host."""
+        """Seconds in which the device works, without those in which it waits for its host."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -142,7 +142,7 @@ class Deployment:
     """A model on hardware: everything that decides how long a step takes.
 
     Args:
-        shape: of the whole model.
+        shape: the whole model's.
         flash: attention keeps its scores on the chip.
 
     Raises:
@@ -178,15 +178,15 @@ class Deployment:
         return device_weight_bytes(self.shape, self.precision, self.parallelism)
 
     def ideal(self) -> Deployment:
-        """The same without any loss: what physics allows."""
+        """The same deployment without any loss: what physics allows."""
         return replace(self, efficiency=Efficiency.ideal())
 
     def work(self, chunks: Sequence[Chunk]) -> dict[Operation, Work]:
-        """Of one device in a step, all layers."""
+        """The work of one device in a step, all layers together."""
         return step_work(self.device, chunks, self.precision, self.flash)
 
     def step(self, chunks: Sequence[Chunk]) -> TimeBreakdown:
-        """The time of one step over these sequences; of each data-parallel group, all of which do as much."""
+        """The time of one step over the sequences of one data-parallel group; all groups do as much."""
         tokens, rows = tokens_and_rows(chunks)
         sequences = sum(chunk.sequences for chunk in chunks)
         work = attention_work(self.device, chunks, self.precision, self.flash)
@@ -200,11 +200,11 @@ class Deployment:
 
     @cached_property
     def _launches_s(self) -> float:
-        """Seconds in which the host launches all kernels of a step one by one, which the device overtakes or not."""
+        """Seconds in which the host launches all kernels of a step one by one: the device cannot end before."""
         return sum(map(self._kernels, self.work([Chunk(2)]))) * self.efficiency.launch_s
 
     def _by_token(self, tokens: int, rows: int) -> tuple[PartTime, ...]:
-        """All but attention. So many tokens, and so many rows of logits, are in many steps of a run."""
+        """The parts of a step without attention. They are kept, as many steps of a run have equally many tokens."""
         known = self._known
         if len(known) > MOST_KNOWN:
             known.clear()
@@ -244,7 +244,7 @@ class Deployment:
 
     @cached_property
     def _constants(self) -> dict[Operation, tuple[float, float]]:
-        """Of each operation FLOPs a second, and seconds in which its kernels are started: the same in every step."""
+        """FLOPs a second of each operation, and seconds that its kernels take to start: the same in every step."""
         return {op: (self._flops_per_s(op), self._kernels(op) * self.efficiency.kernel_s) for op in Operation}
 
     def _linear_factor(self, operation: Operation, tokens: int) -> float:
@@ -252,7 +252,7 @@ class Deployment:
         return self.efficiency.linear_factor(max(1, tokens), weight_format(operation, self.precision).name, format_)
 
     def _scores(self, work: Work) -> float:
-        """Pairs of a query and a key, of all heads: each has two products of the head's dimension."""
+        """Pairs of a query and a key in all heads: each has two products of the head's dimension."""
         return work.flops / (4 * self.device.head_dim)
 
     def _flops_per_s(self, operation: Operation) -> float:
@@ -267,7 +267,7 @@ class Deployment:
         return peak * share * (self.efficiency.expert_flops if operation is Operation.EXPERTS else 1.0)
 
     def _memory_s(self, operation: Operation, work: Work) -> float:
-        """Weights, cache and activations one after the other, each at its own share of the bandwidth."""
+        """Seconds to move weights, cache and activations in turn, each at its own share of the bandwidth."""
         e, bandwidth = self.efficiency, self.hardware.bandwidth(self.working_set)
         weights = e.matmul_bytes if operation in LINEAR else e.element_bytes
         weights *= e.expert_bytes if operation is Operation.EXPERTS else 1.0
@@ -278,7 +278,7 @@ class Deployment:
         ) / bandwidth
 
     def _widening_s(self, operation: Operation, work: Work, tokens: int) -> float:
-        """Weights that are narrower than what they are multiplied in are widened, once for each tile of rows."""
+        """Seconds to widen weights that are narrower than what they are multiplied in, once for each tile of rows."""
         kept = weight_format(operation, self.precision)
         ops = self.efficiency.widening(
             kept.bits, WIDTHS[self.hardware.arithmetic(compute_format(operation, self.precision))]
@@ -308,11 +308,13 @@ class Deployment:
 
     @property
     def network(self) -> Link:
-        """Between machines: the hardware's own, or a plain one."""
+        """The link between machines: the hardware's own, or a plain one."""
         return self.hardware.network or PLAIN_NETWORK
 
     def _network(self, sent: Traffic) -> list[PartTime]:
-        """Rings: an all-reduce sends 2 (n - 1) / n of its tensor, a gather (n - 1) / n (Patarasu and Yuan, 2009).
+        """The time of what is sent in rings.
+
+        An all-reduce sends 2 (n - 1) / n of its tensor, and a gather (n - 1) / n (Patarasu and Yuan, 2009).
 
         Over several machines a ring goes round inside each, and then each device's share round the machines
         (hierarchical all-reduce, as in NCCL).
@@ -324,7 +326,7 @@ class Deployment:
         nodes = machines(tensor, link)
         inside = -(-tensor // nodes)
         reduced = float(2 * sent.all_reduce_bytes + sent.gather_bytes)
-        far = max(0, group - link.max_devices) / max(1, group - 1)  # of a device's neighbours
+        far = max(0, group - link.max_devices) / max(1, group - 1)  # share of neighbours elsewhere
         beyond = machines(spread.devices, link) > 1
         parts = {
             "all_reduce": (calls, reduced * (inside - 1) / inside, reduced / inside * (nodes - 1) / nodes, nodes > 1),
@@ -341,7 +343,7 @@ class Deployment:
         return found
 
     def pace(self, step: TimeBreakdown) -> float:
-        """Seconds that the slowest stage of the pipeline is busy with this step, or the host: none comes faster.
+        """Seconds that the slowest stage of the pipeline, or the host, is busy with this step: none comes faster.
 
         Each of `stages` has its layers' part of the step; the last one also has what comes after the layers. Without a
         pipeline it is the step.

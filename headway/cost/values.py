@@ -14,7 +14,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConfigValues:
-    """A JSON object and the file that it came from; a null counts as missing unless a method says otherwise.
+    """A JSON object and the file that it came from. A null counts as missing, unless a method says otherwise.
 
     Args:
         defaults: what the architecture assumes for keys that are missing, which a null is not.

@@ -23,11 +23,11 @@ class Operation(StrEnum):
     """The operations of a decoder step, in order; those of a layer stand for all layers together."""
 
     EMBEDDING = "embedding"
-    NORMS = "norms"  # those of all layers, with the residual additions, and those of queries, keys and latents
+    NORMS = "norms"  # norms of all layers, with the residual additions, and norms of queries, keys and latents
     QKV = "qkv"
     ROTARY = "rotary"
     KV_STORE = "kv_store"
-    LATENT = "latent"  # between latents and keys and values; only in latent attention
+    LATENT = "latent"  # products between latents and keys and values; only in latent attention
     SCORES = "scores"
     VALUES = "values"
     OUTPUT = "output"
@@ -142,9 +142,8 @@ def step_work(
 ) -> dict[Operation, Work]:
     """The work of one step over all its sequences: whole prompts, chunks of them, decodes, or any mixture.
 
-    Each weight is read once in a step; of the embedding only the rows of the step's tokens are, and of the experts
-    the number that so many tokens touch on average. Each sequence's visible keys and values are read once in each
-    layer.
+    Each weight is read once in a step. Of the embedding, only the rows of the step's tokens are read, and as many
+    experts as so many tokens touch on average. Each sequence's visible keys and values are read once in each layer.
 
     Args:
         flash: attention keeps its scores on the chip.
@@ -164,19 +163,19 @@ def tokens_and_rows(chunks: Sequence[Chunk]) -> tuple[int, int]:
 
 
 def token_work(shape: ModelShape, tokens: int, precision: Precision) -> dict[Operation, Work]:
-    """What of a step depends on its number of tokens alone."""
+    """The work of a step that depends on its number of tokens alone."""
     return _Counter(shape, precision, tokens, 0).by_token()
 
 
 def row_work(shape: ModelShape, rows: int, precision: Precision) -> dict[Operation, Work]:
-    """What of a step depends on how many of its tokens have their logits wanted: head and sampling."""
+    """The work of a step that depends on how many of its tokens have their logits wanted: head and sampling."""
     return _Counter(shape, precision, 0, rows).by_row()
 
 
 def attention_work(
     shape: ModelShape, chunks: Sequence[Chunk], precision: Precision, flash: bool = True
 ) -> dict[Operation, Work]:
-    """Scores, values and latents of a step: what depends on contexts."""
+    """The work of a step that depends on contexts: scores, values, latents, and the states of recurrent layers."""
     return _Counter(shape, precision, *tokens_and_rows(chunks)).attention(chunks, flash)
 
 
@@ -210,7 +209,7 @@ class _Counter:
         return self._elements(min(self.tokens, s.vocab) * width, self.tokens * width)
 
     def _inputs(self, inputs: LayerInputs) -> dict[Operation, Work]:
-        """Two projections beside those of a layer's mixer, and one for all layers; their norms are those of layers."""
+        """The work for the second embedding: one projection for all layers, two in each layer, and norms."""
         s, width = self.shape, inputs.width
         whole = self._linear(1, self.tokens, s.hidden, s.layers * width, False)
         norms = self._norm(s.layers * s.hidden + width, 2 * self.tokens * s.layers * (s.hidden + width), 0)
@@ -241,7 +240,7 @@ class _Counter:
         return {Operation.HEAD: self._head(), Operation.SAMPLING: self._sampling()}
 
     def _norms(self) -> Work:
-        """The first norm reads one tensor and writes one; each later one reads and writes the residual as well."""
+        """The work of norms: the first reads one tensor and writes one, later ones read and write the residual too."""
         s = self.shape
         norms = s.layer_norms * s.layers
         of_heads = (s.heads + s.kv_heads * (s.projected_kv > 0)) * s.head_dim if s.qk_norm else 0
@@ -287,9 +286,10 @@ class _Counter:
         }
 
     def _recurrence(self, chunks: Sequence[Chunk]) -> dict[Operation, Work]:
-        """A head's matrix is read with the key and with the query, and written: three products for each token.
+        """The work of recurrent layers between their projections.
 
-        States are read and written once for each sequence, between its tokens they stay on the chip.
+        A head's matrix is read with the key and with the query, and written: three products for each token. States are
+        read and written once for each sequence; between its tokens they stay on the chip.
         """
         s, p = self.shape, self.precision
         if (state := s.state) is None:
@@ -347,7 +347,10 @@ class _Counter:
         return Work(2 * layers * self.tokens * inputs * rows, work.weight_bytes, work.activation_bytes)
 
     def _routed(self, experts: Experts) -> Work:
-        """Each pair of token and expert reads the token, writes what is between the matrices twice, and its result."""
+        """The work of the experts.
+
+        Each pair of token and expert reads the token, writes what is between the matrices twice, and its result.
+        """
         s = self.shape
         pairs, touched = experts.routed(self.tokens), experts.touched(self.tokens)
         between = 2 * s.ffn_matrices * experts.width
@@ -362,7 +365,7 @@ class _Counter:
         )
 
     def attention(self, chunks: Sequence[Chunk], flash: bool) -> dict[Operation, Work]:
-        """Scores read the queries and the keys; values read the values and write the result."""
+        """The work of attention: scores read the queries and the keys; values read the values and write the result."""
         s, p = self.shape, self.precision
         if s.kinds:
             parts = [_Counter(part, p, self.tokens, 0).attention(chunks, flash) for part in s.parts]
@@ -404,7 +407,7 @@ class _Counter:
         )
 
     def _sampling(self) -> Work:
-        """Logits are widened to float32 and read once more to choose: the least that any sampler does."""
+        """The least work of any sampler: logits are widened to float32, and read once more to choose."""
         logits = self.rows * self.shape.vocab
         return Work(activation_bytes=self.precision.activations.bytes_of(logits) + 2 * 4 * logits)
 

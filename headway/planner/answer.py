@@ -26,7 +26,7 @@ def answer(plan: Plan) -> tuple[Line, ...]:
 
 
 def headline(plan: Plan) -> str:
-    """Model, hardware and load in a line."""
+    """A line that names model, hardware, precision and load."""
     work, parallelism = plan.workload, plan.deployment.parallelism
     spread = [
         f"{letters}{size}"
@@ -79,7 +79,7 @@ def _lines(plan: Plan) -> Iterator[Line]:
 
 
 def load_note(plan: Plan) -> str | None:
-    """What else is known of TTFT under load; None for one client, a batch, and where there is none."""
+    """A remark on TTFT under load; None for one client, for a batch, and where there is no TTFT."""
     if plan.ttft is None or plan.served is None or (plan.load != "rate" and plan.load_value == 1):
         return None
     if plan.load == "rate":
@@ -145,7 +145,7 @@ def _cost(plan: Plan) -> str:
 
 
 def slo_words(plan: Plan) -> str:
-    """Each objective: whether its estimate meets it, and whether its error bar does."""
+    """A clause for each objective: whether its estimate meets it, and whether its error bar does."""
     values = {"ttft": plan.ttft, "tpot": plan.tpot, "e2el": plan.ttlt}
     why = "the queue grows without limit" if plan.fits else "the plan does not fit"
     said = []

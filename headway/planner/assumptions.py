@@ -12,7 +12,7 @@ from headway.report.style import number
 
 
 def assumptions(plan: Plan) -> tuple[str, ...]:
-    """One thing each."""
+    """Sentences that each state one assumption."""
     return tuple(_all(plan))
 
 

@@ -22,7 +22,7 @@ _FAMILY = re.compile(r"[a-z-]+\d+")
 _SERVE = "`headway serve`"
 _LOADS = {"batch": ("batch_size", "batch"), "concurrency": ("concurrency", "clients")}
 
-# What a change of quality is to be expected, by format: an assumption, not a prediction.
+# The change of quality to expect, by format: an assumption, not a prediction.
 _QUALITY = {
     "fp8": "quality: usually within the noise of evaluations",
     "int8": "quality: small loss, activations need calibration",
@@ -31,7 +31,7 @@ _QUALITY = {
 
 
 class NotApplicable(ValueError):
-    """Why a change is no lever here."""
+    """The message says why a change is no lever here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Change:
     Args:
         kind: changes of one kind exclude each other.
         settings: fields of the request, by name.
-        assumes: what its figures rest on, and what it may cost.
-        combines: it keeps the devices and the load, so it may be put together with others.
+        assumes: what the figures of the change rest on, and what it may cost.
+        combines: the change keeps the devices and the load, so it may be put together with others.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Change:
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    """As they are typed."""
+    """Command-line flags for some settings of a request, such as `--kv-cache-dtype fp8`."""
     words: list[str] = []
     for name, value in settings.items():
         if isinstance(value, Speculation):
@@ -65,7 +65,7 @@ def flags_of(settings: dict[str, Any]) -> str:
 
 
 def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
-    """All but those of the load and of hardware: changes, or a name with the reason why there is none."""
+    """Changes of all kinds but load and hardware; where one cannot be made, its name and the reason why not."""
     yield from _weights(base)
     yield from _cache(base)
     yield from _speculation(base)
@@ -77,7 +77,7 @@ def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
 
 
 def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
-    """In formats with fewer bits; where the hardware does not multiply in one, it is widened on the way."""
+    """Weights in formats with fewer bits. What the hardware cannot multiply in such a format is widened first."""
     hardware = base.deployment.hardware
     is_ours = base.engine.is_headway
     now = base.deployment.precision.of_experts if base.quantization == "mxfp4" else base.deployment.precision.linear
@@ -153,7 +153,7 @@ def draft_model(base: Plan) -> str | None:
 
 
 def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
-    """Half of what is computed now, in whole blocks."""
+    """A prefix cache that holds half of the prompt tokens that are computed now, in whole blocks."""
     request, name = base.request, "prefix cache"
     block = request.block_size
     found = int((base.workload.prompt - request.cached_tokens) * HIT_SHARE) // block * block
@@ -165,7 +165,7 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
 
 
 def _parallel(base: Plan, which: str, times: int) -> Iterator[Change | tuple[str, str]]:
-    """On the devices that are there, where several replicas can merge into one; otherwise on more."""
+    """A larger parallel size: on the same devices where replicas can merge into fewer, otherwise on more devices."""
     size = times * getattr(base.deployment.parallelism, which)
     if base.engine.is_headway:
         yield f"{which[0].upper()}P {size}", f"{_SERVE} runs a model on one device"
@@ -191,7 +191,7 @@ def _chunks(base: Plan) -> Iterator[Change]:
 
 
 def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[Change | tuple[str, str]]:
-    """With objectives, the most at once that meets them all; without, twice and half as many.
+    """The largest load that meets all objectives; where the plan has none, twice and half of its own load.
 
     Args:
         meets: whether the plan of a request fits and meets its objectives.
@@ -219,7 +219,7 @@ def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[C
 
 
 def _largest(base: Plan, name: str, meets: Callable[[PlanRequest], bool]) -> int | None:
-    """The largest value that meets them, to 1/32; what meets them is taken to be everything up to some value."""
+    """The largest value of the load that meets the objectives, to 1/32, if all smaller ones meet them too."""
 
     def at(value: int) -> bool:
         load: dict[str, Any] = {name: value}
@@ -234,7 +234,7 @@ def _largest(base: Plan, name: str, meets: Callable[[PlanRequest], bool]) -> int
 
 
 def other_hardware(base: Plan) -> Iterator[Change]:
-    """As many devices of every other kind in the catalogue, at their list price."""
+    """The same number of devices of every other entry of the catalogue (GPUs for GPUs), at their list price."""
     own = base.deployment.hardware
     price = {} if base.request.price_per_hour is None else {"price_per_hour": None}
     given = " instead of the given one" if price else ""

@@ -25,8 +25,8 @@ from headway.report.console import print_table
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
-# Of the squared error (in the logarithm), what predictions of the same engine and hardware architecture have in common.
-# Of the published measurements' TPOTs it is 0.5 (TTFT 0.4), and 0.8 where they are also from one source.
+# The share of the squared error (in the logarithm) that predictions of the same engine and hardware architecture have
+# in common: 0.5 for the TPOTs of the published measurements (0.4 for TTFTs), and 0.8 where they also have one source.
 SHARED = 0.5
 EXAMPLE = "llama-3.1-8b@H100-SXM, or llama-3.1-70b@4xH100-SXM:quantization=fp8,tp=4"
 SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
@@ -44,7 +44,9 @@ class Wanted:
 
 
 def parse_plans(texts: Sequence[str]) -> list[Wanted]:
-    """MODEL@HARDWARE, MODEL@4xHARDWARE, and :FLAG=VALUE,... behind it. What is left out is that of the first plan.
+    """Read MODEL@HARDWARE or MODEL@4xHARDWARE, with :FLAG=VALUE,... behind it if wanted.
+
+    What a text leaves out is taken from the first one.
 
     Raises:
         PlanError: a text cannot be read; one line that says which and how to write it.
@@ -120,21 +122,21 @@ def _value(text: str, name: str, value: str, kind: type) -> Any:
 
 
 def _option_types() -> dict[str, type]:
-    """What can be set behind the colon: fields of a request that are a single value, and those of speculation."""
+    """The flags that can stand behind the colon: fields of a request with a single value, and those of speculation."""
     hints = typing.get_type_hints(PlanRequest) | typing.get_type_hints(SpeculationFlags)
     kinds = {name: _single(hint) for name, hint in hints.items() if name not in ("model", "hardware")}
     return {name: kind for name, kind in kinds.items() if kind in (int, float, str, bool)}
 
 
 def _single(hint: Any) -> type:
-    """int of `int | None`."""
+    """The one type that a hint allows beside None: int for `int | None`."""
     parts = typing.get_args(hint)
     found: type = next(each for each in parts if each is not type(None)) if type(None) in parts else hint
     return found
 
 
 def count_hint(wanted: Wanted) -> str:
-    """What to say of hardware that is not known because the count stands behind it; otherwise nothing."""
+    """A hint for an error about hardware that is not known because the count stands behind it; otherwise nothing."""
     last = _COUNT_LAST.fullmatch(str(wanted.flags["hardware"]))
     return f" (the number of devices goes first: {last[2]}x{last[1]})" if last else ""
 
@@ -144,7 +146,7 @@ class Row:
     """A figure of each plan, in the unit of its key.
 
     Args:
-        of: its value, with a bar where it is predicted; None where a plan has none.
+        of: gives the figure of a plan, with a bar where it is predicted; None where the plan has no such figure.
         better: -1 where less is better, 1 where more is.
     """
 
@@ -178,7 +180,7 @@ def _per_device(plan: Plan) -> Estimate | None:
 
 
 def _cost(plan: Plan) -> Estimate | None:
-    """Its bar is that of the tokens."""
+    """Dollars for a million output tokens, with the error bar of the tokens a second that they follow from."""
     rate, cost = _tokens(plan), numbers_of(plan).cost
     if cost is None or rate is None:
         return None
@@ -227,8 +229,8 @@ def marks(row: Row, plans: Sequence[Plan]) -> list[str]:
 def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, other: Estimate | float | None) -> bool:
     """Whether two figures differ by more than both bars together, in the logarithm.
 
-    The arms that point at each other are added as errors are, those of plans of the same engine and architecture less
-    what these have in common (`SHARED`). Counted figures, such as bytes, have no error.
+    The arms of the bars that point at each other are added like independent errors. For plans of the same engine and
+    architecture, what these have in common (`SHARED`) is taken off. Counted figures, such as bytes, have no error.
     """
     if not (isinstance(one, Estimate) and isinstance(other, Estimate)):
         return True
@@ -241,7 +243,7 @@ def told_apart(one_plan: Plan, one: Estimate | float | None, other_plan: Plan, o
 
 
 def alike(one: Plan, other: Plan) -> bool:
-    """The same engine and hardware architecture."""
+    """Whether two plans have the same engine and hardware architecture."""
     mine, yours = one.deployment.hardware, other.deployment.hardware
     return one.engine == other.engine and mine.architecture == yours.architecture
 
@@ -289,7 +291,7 @@ def _slo(plan: Plan) -> Cell:
 
 
 def print_comparison(plans: Sequence[Plan], console: Console) -> None:
-    """What each is, what is wrong with those that cannot work, and the table."""
+    """Print what each plan is, what is wrong with those that cannot work, and the table."""
     for place, plan in enumerate(plans):
         console.print(Text.assemble((f"{letter(place)}  ", "bold"), headline(plan)))
         if said := names_taken(plan.request.model, plan.model, plan.request.hardware, plan.hardware_key):

@@ -22,13 +22,13 @@ WIDE = 80
 
 
 def print_brief(plan: Plan, console: Console) -> None:
-    """The answer, how to read it, and what to do next."""
+    """Print the answer, how to read it, and what to do next."""
     ranges = () if plan.tpot is None else (Line("Ranges", RANGES),)
     print_answer(plan, console, *ranges, Line("Next", NEXT))
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Everything."""
+    """Print all that a plan says."""
     print_answer(plan, console)
     for table in tables(plan, narrow=console.width < WIDE):
         console.print()
@@ -42,13 +42,13 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def print_answer(plan: Plan, console: Console, *more: Line) -> None:
-    """The headline, and a line for each question."""
+    """Print the headline, and a line for each question."""
     console.print(Text(headline(plan), style="bold"))
     print_lines(console, (*answer(plan), *more))
 
 
 def print_explained(plan: Plan, console: Console) -> None:
-    """The answer, and every formula in the order of the calculation."""
+    """Print the answer, and every formula in the order of the calculation."""
     print_answer(plan, console)
     for formula in formulas(plan):
         console.print()

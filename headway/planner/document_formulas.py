@@ -1,4 +1,4 @@
-"""What documents 001 to 003 have of a step by their own definitions, beside ours, and why they differ.
+"""The figures of a step as documents 001 to 003 define them, beside ours, and why both differ.
 
 Their formulas are of models whose layers all attend to everything, without experts or latents.
 """
@@ -15,7 +15,7 @@ _PER_BYTE = "FLOP/byte"
 
 
 def of_documents(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
-    """Intensities of a step, of its attention and of its norms."""
+    """The documents' arithmetic intensities of a step, of its attention and of its norms."""
     shape = plan.deployment.shape
     if shape.latent is None and not shape.kinds and set(shape.sliding_windows) == {None} and shape.experts is None:
         yield _whole(plan, name)

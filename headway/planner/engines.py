@@ -19,7 +19,7 @@ from headway.policy.sizing import default_batched_tokens
 from headway.policy.step_budget import PREFILL_FIRST
 
 LARGE_MEMORY = 70 * 2**30
-SGLANG_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # GiB below which a GPU has so many tokens
+SGLANG_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # a GPU with less than so many GiB has chunks of so many tokens
 # The settings of Headway that other servers do not have.
 _WITHOUT_OURS = {
     "scheduling_policy": "fcfs",
@@ -35,10 +35,10 @@ class EngineProfile:
     """How a server schedules.
 
     Args:
-        version: that its rules and defaults are of.
-        rules: in a sentence, after its name.
-        limits: of a step and how it is shared, by hardware.
-        efficiency: the program that its step times were fitted to; its own, or another one's.
+        version: the version whose rules and defaults these are.
+        rules: how it schedules, as the rest of a sentence that begins with its name.
+        limits: gives the limits of a step, and how it is shared, on a hardware.
+        efficiency: the program that its step times were fitted to: itself, or another one.
         lookahead: requests that may pass one that does not fit; None for as many as Headway lets.
     """
 
@@ -56,11 +56,11 @@ class EngineProfile:
 
     @property
     def in_words(self) -> str:
-        """For an assumption of a plan."""
+        """The rules in a sentence, for the assumptions of a plan."""
         return f"Steps are scheduled as by {self.name} ({self.version}): {self.rules}."
 
     def scheduling(self, hardware: Hardware, longest: int | None) -> dict[str, Any]:
-        """Its defaults of `engine.config.SchedulingOptions`.
+        """The server's defaults, as fields of `engine.config.SchedulingOptions`.
 
         Args:
             longest: tokens of a sequence, if that is known.
@@ -85,7 +85,7 @@ def _headway(hardware: Hardware) -> Limits:
 
 
 def _vllm(hardware: Hardware) -> Limits:
-    """EngineArgs.get_batch_defaults: more on GPUs of 70 GiB and above, A100s apart (pull requests 17073, 17885)."""
+    """vLLM's EngineArgs.get_batch_defaults: more on GPUs of 70 GiB and above, but not A100s (its PRs 17073, 17885)."""
     is_a100 = hardware.key.lower().startswith("a100")
     if hardware.kind == "gpu" and hardware.memory_bytes >= LARGE_MEMORY and not is_a100:
         return Limits(8192, 1024, ahead=True)
@@ -93,7 +93,7 @@ def _vllm(hardware: Hardware) -> Limits:
 
 
 def _sglang(hardware: Hardware) -> Limits:
-    """ServerArgs.chunked_prefill_size, by memory; of max_running_requests the least that it comes to."""
+    """SGLang's ServerArgs.chunked_prefill_size, which depends on memory, and the least of its max_running_requests."""
     chunk = next((tokens for below, tokens in SGLANG_CHUNKS if hardware.memory_bytes < below * 2**30), 16384)
     return Limits(chunk, 2048, ahead=True, sharing=PREFILL_FIRST)
 
@@ -165,7 +165,7 @@ PROFILES = {
 
 
 def find_profile(name: str, usual: str = VLLM) -> EngineProfile:
-    """By key, in any case; "auto" is the `usual` one. Raises UnknownName."""
+    """The profile with this key, in upper or lower case; "auto" is the `usual` one. Raises UnknownName."""
     key = name.strip().lower()
     found = PROFILES.get(usual if key == "auto" else key)
     if found is None:

@@ -24,7 +24,7 @@ UNKNOWN = (math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of an outcome; None where the outcome has None."""
+    """The figures of an outcome with their error bars; None where the outcome has None."""
 
     ttft: Estimate | None = None
     tpot: Estimate | None = None
@@ -33,15 +33,18 @@ class Estimates:
 
 
 def published_bars(hardware: Hardware) -> Bars:
-    """From measurements of others."""
+    """Bars that come from the measurements of others."""
     return Bars(*(uncertainty(hardware, name) for name in ("ttft", "tpot", "ttft_arrivals", "ttft_clients")))
 
 
 def calibrated_bars(machine: CalibratedMachine, prefill: TimeBreakdown, decode: TimeBreakdown, intake_s: float) -> Bars:
-    """From the residuals of a calibration, of each piece as much as a step has of it, all erring to the same side.
+    """Bars that come from the residuals of a calibration.
+
+    Each part of a step adds its residual in proportion to its time, as if all parts erred to the same side.
 
     Args:
-        intake_s: of a request before its first step, which nobody measured here: it has the bar of published figures.
+        intake_s: seconds of a request before its first step. Nobody measured them here, so they have the bar of
+            published figures.
     """
     published = published_bars(machine.hardware)
     ttft = _weighed([*_pieces(machine, prefill, Kind.PROMPT), (intake_s, published.ttft)])
@@ -69,14 +72,16 @@ def _weighed(pieces: list[tuple[float, tuple[float, float]]]) -> tuple[float, fl
 
 
 def of_steady(outcome: Outcome, workload: RequestShape, bars: Bars, of_ttft: tuple[float, float]) -> Estimates:
-    """Of a batch or of clients, whose next request waits for the last: slower steps mean fewer tokens.
+    """Estimates for a batch, or for clients that wait for an answer before they ask again.
+
+    Slower steps mean fewer tokens a second here.
 
     Args:
         of_ttft: the bar of TTFT under this load.
     """
-    ttft = _around(outcome.ttft_s, of_ttft)
-    tpot = _around(outcome.tpot_s, bars.tpot)
-    ttlt = _last(ttft, tpot, outcome.ttlt_s, workload)
+    ttft = _with_bar(outcome.ttft_s, of_ttft)
+    tpot = _with_bar(outcome.tpot_s, bars.tpot)
+    ttlt = _ttlt(ttft, tpot, outcome.ttlt_s, workload)
     value = outcome.requests_per_s * workload.output
     bar = ttlt or tpot
     rate = Estimate(value, value * bar.value / bar.high, value * bar.value / bar.low) if bar else None
@@ -91,25 +96,25 @@ def of_arrivals(
     saturation: float,
     at: Callable[[float], Outcome] | None,
 ) -> Estimates:
-    """Of requests that come however slow the steps are.
+    """Estimates for requests that arrive at a rate, however slow the steps are.
 
-    Steps that take f times as long are the same system at f times the rate with a clock that is f times as slow, so
-    the queue at the ends of the bar is that of other rates.
+    Steps that take f times as long are the same system at f times the rate with a clock that is f times as slow. So the
+    queue at an end of the bar is found by running the load at another rate.
 
     Args:
-        asked: requests a second that come.
-        saturation: as many as can be served at most.
+        asked: requests a second that arrive.
+        saturation: requests a second that can be served at most.
         at: the outcome at f times the rate; above saturation its TTFT is None. Without it the bars of times are NaN.
     """
     rate, output = outcome.requests_per_s, workload.output
     low, high = bars.tpot
     tokens = Estimate(rate * output, min(asked, saturation / high) * output, min(asked, saturation / low) * output)
-    around = _around(outcome.ttft_s, bars.ttft_arrivals)
+    around = _with_bar(outcome.ttft_s, bars.ttft_arrivals)
     if around is None:
-        return Estimates(tpot=_around(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
+        return Estimates(tpot=_with_bar(outcome.tpot_s, bars.tpot), output_tokens_per_s=tokens)
     if at is None:
-        around, tpot = _around(outcome.ttft_s, UNKNOWN), _around(outcome.tpot_s, UNKNOWN)
-        return Estimates(around, tpot, _last(around, tpot, outcome.ttlt_s, workload), tokens)
+        around, tpot = _with_bar(outcome.ttft_s, UNKNOWN), _with_bar(outcome.tpot_s, UNKNOWN)
+        return Estimates(around, tpot, _ttlt(around, tpot, outcome.ttlt_s, workload), tokens)
     slow, fast = at(high), at(low)
     ttft = Estimate(
         around.value, min(around.low, _scaled(fast.ttft_s, low)), max(around.high, _scaled(slow.ttft_s, high))
@@ -119,19 +124,19 @@ def of_arrivals(
         bar = (_scaled(fast.tpot_s, low), _scaled(slow.tpot_s, high))
         plain = outcome.tpot_s * low, outcome.tpot_s * high
         tpot = Estimate(outcome.tpot_s, min(bar[0], plain[0]), max(bar[1], plain[1]))
-    return Estimates(ttft, tpot, _last(ttft, tpot, outcome.ttlt_s, workload), tokens)
+    return Estimates(ttft, tpot, _ttlt(ttft, tpot, outcome.ttlt_s, workload), tokens)
 
 
 def _scaled(seconds: float | None, factor: float) -> float:
     return float("inf") if seconds is None else seconds * factor
 
 
-def _around(value: float | None, bar: tuple[float, float]) -> Estimate | None:
+def _with_bar(value: float | None, bar: tuple[float, float]) -> Estimate | None:
     return None if value is None else Estimate(value, value * bar[0], value * bar[1])
 
 
-def _last(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: RequestShape) -> Estimate | None:
-    """TTFT + (n - 1) TPOT (document 001, chapter 4), at each end of the bars."""
+def _ttlt(ttft: Estimate | None, tpot: Estimate | None, value: float | None, workload: RequestShape) -> Estimate | None:
+    """The time to the last token: TTFT + (n - 1) TPOT (document 001, chapter 4), at each end of the bars."""
     if ttft is None or value is None:
         return None
     if tpot is None:

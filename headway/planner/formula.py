@@ -18,9 +18,9 @@ class Formula:
     """One step of the calculation.
 
     Args:
-        name: of what comes out.
+        name: what comes out.
         rule: the formula in words.
-        numbers: the same with numbers, an arithmetic expression with +, -, *, /, ^, max, min, floor and ceil; empty
+        numbers: the formula with numbers, an arithmetic expression with +, -, *, /, ^, max, min, floor and ceil; empty
             where the value comes from a recursion and not from a formula.
         value: the result, in `unit`.
         source: a document and its section, a paper, or what was measured.

@@ -15,7 +15,7 @@ SIMULATED = "simulated step by step, simulator/serving.py: Orca 2022, Sarathi-Se
 
 
 def formulas(plan: Plan) -> Iterator[Formula]:
-    """Every headline figure, after those that it is made of."""
+    """Formulas of every headline figure, each after the figures that it is made of."""
     yield from of_weights(plan)
     yield from of_cache(plan)
     yield from of_memory(plan)
@@ -106,7 +106,7 @@ def _tokens_per_s(plan: Plan) -> Formula:
 
 
 def _bars(plan: Plan) -> Iterator[Formula]:
-    """The ends of the error bars; under a rate they are made by further runs of the load."""
+    """Formulas of the error bars' ends. A rate of arrivals has none: further runs of the load make its bars."""
     for name, estimate in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if estimate is not None and plan.load != "rate":
             for end, value in (("low", estimate.low), ("high", estimate.high)):
@@ -123,7 +123,7 @@ def _bars(plan: Plan) -> Iterator[Formula]:
 
 
 def _round(plan: Plan) -> str:
-    """A decode step, in a pipeline of all batches at once."""
+    """A decode step as a formula; in a pipeline, the step that all batches make at once."""
     step = plain(plan.decode.time.seconds * 1e3)
     stages = plan.deployment.parallelism.pipeline
     if stages == 1:

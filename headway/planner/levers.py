@@ -30,9 +30,10 @@ class Lever:
     """A change and what it comes to.
 
     Args:
-        flags: to type in place of those that are there.
-        gain: of the objective, above 1 where it is better; None where the plan without it has no such figure.
-        misses: objectives that it misses.
+        flags: flags to type in place of those that are there.
+        gain: how many times as good the objective gets, above 1 where it is better; None where the plan without the
+            change has no such figure.
+        misses: objectives that the plan with the change misses.
     """
 
     change: Change
@@ -45,12 +46,12 @@ class Lever:
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """All that was tried.
+    """All levers that were tried for a plan.
 
     Args:
-        why: the objective is this one.
-        ranked: the best first; those that newly miss an objective come last.
-        left_out: name and reason.
+        why: why the objective is this one.
+        ranked: levers, the best first; those that newly miss an objective come last.
+        left_out: name of each change that is no lever, and the reason.
         chain: levers on the same devices put together, each on top of those before it.
     """
 
@@ -64,12 +65,12 @@ class Levers:
 
     @property
     def chain_gain(self) -> float | None:
-        """Of all of the chain together; None where there is none, or the plan without it has no such figure."""
+        """The gain of the whole chain; None where there is no chain, or the plan without it has no such figure."""
         return gain_of(self.numbers, self.chain[-1].numbers, self.objective) if self.chain else None
 
     @property
     def chain_flags(self) -> str:
-        """Of all of the chain together."""
+        """The flags of the whole chain."""
         merged: dict[str, Any] = {}
         for lever in self.chain:
             merged |= lever.change.settings
@@ -90,7 +91,7 @@ def find_levers(
     planner = _Planner(on_plan)
     base = planner.plan(request)
     pinned: dict[str, int] = {}
-    if request.count is None and base.devices > 1:  # as many as it needs; with a change it might be others
+    if request.count is None and base.devices > 1:  # the plan chose the number, and might choose another with a change
         pinned = {"count": base.devices}
         base = planner.plan(replace(request, count=base.devices))
     chosen, why = choose_objective(base, objective)
@@ -173,7 +174,7 @@ class _Search:
         )
 
     def _made(self, change: Change, request: PlanRequest) -> Plan:
-        """Speculation takes the number of tokens that is best under this load."""
+        """The plan with a change. Speculation takes the number of tokens that is best under this load."""
         try:
             plan = self._planner.plan(replace(request, **change.settings))
             best = plan.speculated.best_tokens if plan.speculated and "speculation" in change.settings else None
@@ -188,7 +189,7 @@ class _Search:
             raise NotApplicable(str(error)) from None
 
     def all_of(self, tried: Iterable[Change | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
-        """Levers, and what is none with the reason."""
+        """The changes that are levers, and the names of those that are not, with the reasons."""
         levers, left_out = [], []
         for each in tried:
             if isinstance(each, tuple):
@@ -201,7 +202,7 @@ class _Search:
         return levers, left_out
 
     def of_load(self, left_out: list[tuple[str, str]]) -> list[Lever]:
-        """More and fewer at once; with objectives, the most that meets them."""
+        """Levers that change the load: more and fewer at once, or with objectives the most that meets them."""
         levers, reasons = self.all_of(largest_load(self._base, self._meets))
         left_out += reasons
         return levers
@@ -214,7 +215,7 @@ class _Search:
         return plan.fits and plan.problem is None and not missed_by(plan)
 
     def of_hardware(self, left_out: list[tuple[str, str]]) -> list[Lever]:
-        """The best of the catalogue, and the cheapest that meets all objectives."""
+        """Levers that change the hardware: the best of the catalogue, and the cheapest that meets all objectives."""
         levers, reasons = self.all_of(other_hardware(self._base))
         best = sorted(levers, key=self.rank)[:BEST_HARDWARE]
         if reasons:
@@ -234,7 +235,10 @@ class _Search:
         return [*others, replace(cheapest, change=replace(cheapest.change, name=name))]
 
     def rank(self, lever: Lever) -> tuple[bool, float]:
-        """The best first: by the figure itself, which orders as the gain does and exists where the base has none."""
+        """A sort key that puts the best lever first.
+
+        It has the figure itself and not the gain, as there is no gain where the plan before has no such figure.
+        """
         spoils = bool(set(lever.misses) - self._missed)
         value = value_of(lever.numbers, self._objective)
         return spoils, math.inf if value is None else value
@@ -242,15 +246,15 @@ class _Search:
     def chain(self, levers: list[Lever]) -> list[Lever]:
         """Apply the best, rank the others again on top of it, and go on while the next one gains 3 % or more.
 
-        Of each kind of change one, on the devices that are there, unless the model fits only with others; and none
-        that misses an objective which was met before.
+        The chain has at most one change of each kind, and none that misses an objective which was met before. It stays
+        on the same devices, unless the model fits only on others.
         """
         alone = any(each.change.combines for each in levers)
         left = self._combinable() if alone or self._base.fits else [each.change for each in levers]
         current, found = self._base, list[Lever]()
         while left:
             missed = set(missed_by(current))
-            choices = [each for each in self._on_top(left, current) if not set(each.misses) - missed]
+            choices = [each for each in self._levers_on_top(left, current) if not set(each.misses) - missed]
             best = min(choices, key=self.rank, default=None)
             if best is None or not self._helps(best):
                 break
@@ -261,16 +265,19 @@ class _Search:
         return found
 
     def _helps(self, lever: Lever) -> bool:
-        """Where the plan before had no such figure, to have one is enough."""
+        """Whether a lever gains enough. Where the plan before had no such figure, to have one is enough."""
         if lever.gain is None:
             return value_of(lever.numbers, self._objective) is not None
         return lever.gain >= LEAST_GAIN
 
     def _combinable(self) -> list[Change]:
-        """Also those that do nothing for the plan alone, such as a narrower cache where the weights do not fit."""
+        """Changes that a chain may have.
+
+        Among them are some that do nothing for the plan alone, such as a narrower cache where the weights do not fit.
+        """
         return [each for each in changes(self._base) if isinstance(each, Change) and each.combines]
 
-    def _on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
+    def _levers_on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
         for change in left:
             try:
                 yield self.lever(change, current)
@@ -291,7 +298,7 @@ def _alike(one: Numbers, other: Numbers) -> bool:
 
 
 def _shortened(reasons: list[tuple[str, str]]) -> str:
-    """Names of hardware, those for the same reason together."""
+    """Reasons with names of hardware: hardware that is left out for the same reason shares a line."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons:
         short = "does not fit" if "does not fit" in reason else "cannot run it like this"

@@ -68,7 +68,7 @@ def _by_reason(found: Levers) -> dict[str, list[str]]:
 
 
 def lever_table(found: Levers) -> Table:
-    """By gain, the plan as it is first."""
+    """A row for the plan as it is, and then one for each lever, the largest gain first."""
     rows = [_lever_row(found, f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
     served = " tokens/s: that can be served at most." if found.base.load == "rate" else ""
     note = f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags and assumptions of each."
@@ -100,7 +100,7 @@ def _row(place: str, name: str, gain: Cell, numbers: Numbers, missed: tuple[str,
 
 
 def _gain(found: Levers, lever: Lever) -> Cell:
-    """Where the plan as it is has no such figure: what the lever makes of it."""
+    """The gain; where the plan as it is has no such figure, what the lever makes of it."""
     if lever.gain is None:
         if not found.base.fits:
             return Cell("it fits", "good")

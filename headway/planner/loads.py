@@ -15,17 +15,18 @@ from headway.planner.steps import decode_step, prompt_steps, steps_s
 from headway.simulator.serving import MOST_FOLLOWED, Served, closed_loop, open_loop, saturated
 
 SEED = 0
-# From so many clients for each sequence that runs at once on, more of them only make the queue longer.
+# With so many clients for each sequence that runs at once, or more, further clients only make the queue longer.
 CROWDED = 2
 # Prompts of a closed loop for each client, as load generators are run. Where these take longer to simulate than
 # LONGEST_S, fewer are followed, and those between the first and the last of a client stand for so many.
 PROMPTS_A_CLIENT, STANDS_FOR, LONGEST_S = 10, (1, 2, 4, 8), 0.5
-# About what it takes to simulate a step, a sequence that decodes in one that must be scheduled, and a step of a prompt.
+# Rough seconds that it takes to simulate a step, a sequence that decodes in a step which must be scheduled, and a step
+# of a prompt.
 STEP_S, DECODE_S, PROMPT_S = 4e-5, 1e-6, 2e-4
 # Steps with prompts that are followed: some seconds, and far more than usual settings need.
 MOST_STEPS = 30_000
-# Of arrivals at random times so many are followed, the first quarter of which is not counted: more near saturation,
-# where a queue takes long to build up and to dissolve; fewer for the ends of an error bar.
+# So many arrivals at random times are followed, of which the first quarter is not counted. Near saturation it takes
+# more of them, as a queue takes long to build up and to dissolve; for the ends of an error bar it takes fewer.
 LEAST_REQUESTS, OF_A_BAR, MOST_REQUESTS = 300, 150, 4000
 
 
@@ -34,9 +35,9 @@ class Outcome:
     """Times in seconds; means over requests. None where they have no bound, or nothing is decoded.
 
     Args:
-        requests_per_s: that are answered, of all lanes.
+        requests_per_s: requests a second that all lanes together answer.
         running: sequences in an average step of a lane.
-        prompt_share: of a lane's time, that its prompts would take alone.
+        prompt_share: share of a lane's time that its prompts would take alone.
         bubble: share of the time in which stages of a pipeline idle.
     """
 
@@ -52,13 +53,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Engines that go on beside each other, alike and apart: those of all data-parallel groups and replicas.
+    """Engines that work beside each other, alike and independent: one for each data-parallel group of each replica.
 
     A pipeline is one lane, with a batch for each of its stages.
 
     Args:
-        count: of all replicas.
-        limits: of one lane.
+        count: lanes of all replicas.
+        limits: limits of one lane.
     """
 
     deployment: Deployment
@@ -68,15 +69,15 @@ class Lanes:
     limits: Limits
 
     def at_rate(self, rate: float) -> Outcome:
-        """As `under`, with fewer requests: for the ends of an error bar."""
+        """What clients see at a rate, found with fewer requests than `under` takes: for the ends of an error bar."""
         return _of_rate(self, rate, OF_A_BAR)
 
     def under(self, load: str, value: float) -> Outcome:
         """What clients see under a load; at a rate that is more than can be served, what `saturated` says.
 
         Args:
-            load: "batch", of `value` sequences for each replica; "concurrency", of so many clients in all; or "rate",
-                of so many requests a second in all.
+            load: "batch", "concurrency" or "rate".
+            value: sequences for each replica, clients in all, or requests a second in all.
 
         Raises:
             PlanError: it takes too many steps to follow.
@@ -87,7 +88,7 @@ class Lanes:
 
     @cached_property
     def saturated(self) -> Outcome:
-        """As many requests run as there is room for, and others wait: the most that can be served.
+        """The most that can be served: as many requests run as there is room for, and others wait.
 
         There is no first token in time. Raises PlanError as `under` does.
         """
@@ -97,7 +98,7 @@ class Lanes:
 
 
 def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
-    """`sequences` for each replica: all prompts, then a token of each in every step (static batching, document 001).
+    """The outcome of a batch for each replica: all prompts, then steps of a token each (static batching, document 001).
 
     The first token is there when the last prompt is done. In a pipeline the batches of its stages follow each other:
     the last one sets out when all others are on their way (GPipe, Huang et al., 2019).
@@ -118,26 +119,26 @@ def _of_batch(lanes: Lanes, sequences: int) -> Outcome:
 
 
 def round_s(deployment: Deployment, step: TimeBreakdown, batches: int) -> float:
-    """Seconds until each of so many batches of a pipeline has made this step: all of them are alike."""
+    """Seconds until each of so many batches of a pipeline has made this step; the batches are alike."""
     return max(step.seconds, batches * deployment.pace(step)) if deployment.parallelism.pipeline > 1 else step.seconds
 
 
 def intake_s(deployment: Deployment, workload: RequestShape, prompts: int = 1) -> float:
-    """Seconds before so many prompts are at the scheduler: they are tokenized one after the other."""
+    """Seconds until so many prompts are at the scheduler; they are tokenized one after the other."""
     return deployment.efficiency.request_s + deployment.efficiency.token_s * workload.prompt * prompts
 
 
 def per_lane(sequences: float, lanes: int) -> int:
-    """Of the lane that has the most."""
+    """Sequences of the lane that has the most, where `sequences` are spread evenly; at least 1."""
     return max(1, math.ceil(sequences / lanes))
 
 
 def _of_clients(lanes: Lanes, clients: int) -> Outcome:
-    """`clients` in all, as load generators run them: all begin at once, each sends its next prompt when the last is
-    answered, and all of PROMPTS_A_CLIENT times so many prompts count.
+    """The outcome of `clients` in all, as load generators run them.
 
-    Of a crowd not all are followed: the others only make the queue longer, each by the time between two answers
-    (Little's law).
+    All begin at once, each sends its next prompt when the last is answered, and all PROMPTS_A_CLIENT prompts of each
+    count. Only some clients of a crowd are followed: each other one makes the queue longer by the time between two
+    answers (Little's law).
     """
     each = per_lane(clients, lanes.count)
     followed = min(each, CROWDED * lanes.limits.sequences)
@@ -150,12 +151,15 @@ def _of_clients(lanes: Lanes, clients: int) -> Outcome:
     rate = served.requests_per_s
     if each > followed:
         rate = lanes.saturated.requests_per_s / lanes.count
-        served = _later(served, (each - followed) / rate)
+        served = _delayed(served, (each - followed) / rate)
     return _steady(lanes, served, rate * clients / each, served.ttft_s)
 
 
 def _rounds(stands_for: int) -> int:
-    """Of prompts, in which those between the first and the last stand for all of them."""
+    """Prompts that each client sends in the simulation.
+
+    They are the first, the last, and some between these, each of which stands for `stands_for` prompts.
+    """
     return 2 + (PROMPTS_A_CLIENT - 2) // stands_for
 
 
@@ -168,7 +172,7 @@ def _simulating_s(lanes: Lanes, clients: int) -> float:
     return decoding_s + clients * max(1.0, _prompt_steps(lanes)) * PROMPT_S
 
 
-def _later(served: Served, seconds: float) -> Served:
+def _delayed(served: Served, seconds: float) -> Served:
     later = {name: value + seconds for name, value in asdict(served).items() if name.startswith(("ttft", "e2e"))}
     return replace(served, **later)
 
@@ -188,7 +192,7 @@ def _check_steps(lanes: Lanes, requests: int) -> None:
 
 
 def _of_rate(lanes: Lanes, rate: float, least: int = LEAST_REQUESTS) -> Outcome:
-    """Poisson arrivals, `rate` a second in all, which are spread over the lanes.
+    """The outcome of Poisson arrivals, `rate` a second in all, which are spread over the lanes.
 
     At a rate that is no lower than what can be served the queue grows without end.
     """

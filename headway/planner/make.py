@@ -1,4 +1,4 @@
-"""From a request to a plan."""
+"""Makes the plan that a request asks for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from headway.planner.steps import compute_bound_batch, compute_bound_weights, de
 
 
 def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
-    """Everything that can be said of it before it runs.
+    """The plan of a request: everything that can be said of a deployment before it runs.
 
     A model that does not fit is no error: the plan says by how much (`problem`), and what would make it fit.
 
     Args:
-        brief: without what the objectives do not depend on and takes further runs of the load: the ends of error bars
-            under a rate, and the saturation rate of other loads, are NaN.
+        brief: leave out what takes further runs of the load and does not decide whether objectives are met: the ends of
+            error bars under a rate, and the saturation rate of other loads, are NaN.
 
     Raises:
         PlanError: a name is not known, or the model cannot be run like this.
@@ -55,10 +55,10 @@ def make_plan(request: PlanRequest, brief: bool = False) -> Plan:
 def _plan(
     request: PlanRequest, found: Resolved, held: Capacity, lanes: Lanes, outcome: Outcome | None, brief: bool
 ) -> Plan:
-    """All of it but its sentences.
+    """The plan without its sentences (assumptions, warnings and the problem).
 
     Args:
-        outcome: of the load; None where it does not fit.
+        outcome: what clients see under the load; None where it does not fit.
     """
     deployment, workload = lanes.deployment, lanes.workload
     load, value = _load(request)
@@ -116,7 +116,10 @@ def _plan(
 
 
 def _kv_cache_bytes(found: Resolved, workload: RequestShape, sequences: int) -> int:
-    """Of all sequences at their longest; each data-parallel group holds the shared prefix once, in whole blocks."""
+    """Bytes of cache that all sequences take when they are longest.
+
+    Each data-parallel group holds the shared prefix once, in whole blocks, unless it costs less not to share.
+    """
     deployment, settings = found.deployment, found.settings
 
     def held(tokens: int, count: int) -> int:
@@ -130,7 +133,7 @@ def _kv_cache_bytes(found: Resolved, workload: RequestShape, sequences: int) -> 
 
 
 def _bars(found: Resolved, workload: RequestShape, prefill: PlannedStep, decode: PlannedStep) -> Bars:
-    """A calibrated machine's own, or those of measurements by others."""
+    """The error bars of a calibrated machine, or else those of measurements by others."""
     if found.machine is None:
         return estimates.published_bars(found.deployment.hardware)
     return estimates.calibrated_bars(found.machine, prefill.time, decode.time, intake_s(found.deployment, workload))
@@ -173,7 +176,7 @@ def _estimates(lanes: Lanes, bars: Bars, load: str, value: float, outcome: Outco
 
 
 def _price(request: PlanRequest, found: Resolved) -> tuple[float | None, str]:
-    """Of all devices for an hour."""
+    """The price of all devices for an hour in US dollars, if known, and where it comes from."""
     if request.price_per_hour is not None:
         return request.price_per_hour * found.devices, "as given"
     listed = found.deployment.hardware.price
@@ -215,7 +218,10 @@ def _slo_met(request: PlanRequest, found: Estimates) -> dict[str, bool]:
 
 
 def _speculated(request: PlanRequest, found: Resolved, workload: RequestShape, batch: int) -> Speculated | None:
-    """Of a decode step; the draft runs on the same devices, on all of them where it can be divided so."""
+    """What speculative decoding makes of a decode step, if it is asked for.
+
+    The draft runs on the devices that share a layer of the model where it can be divided so, otherwise on one.
+    """
     if (asked := request.speculation) is None:
         return None
     draft = _draft(asked.draft, found) if asked.draft is not None else None

@@ -18,14 +18,14 @@ from headway.planner.request import PlanError
 
 # What `quantization_config.quant_method` of a config.json stands for, where it decides by itself.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "awq": "int4", "moe_wna16": "int4-experts"}
-# Types of GGUF's tensors that are no narrower than this, by the scheme that they are planned as; all others are q4_k.
+# The scheme that a type of GGUF's tensors is planned as: its own, or the next wider one. All other types are q4_k.
 _GGUF_TYPES = {
     **dict.fromkeys(("F32", "F16", "BF16"), "none"),
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "q6_k"),
     "Q8_0": "q8_0",
     "MXFP4": "mxfp4",
 }
-# Of config.json and of --dtype.
+# Names that config.json and --dtype have for number formats, and ours.
 DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -52,7 +52,7 @@ def find_model(name: str, quantization: str = "auto") -> Model:
     """A GGUF file, a folder with a config.json or such a file, the bundled model, or a name of the catalogue.
 
     Args:
-        quantization: unless it is "auto", what the files say of it does not count.
+        quantization: how weights are kept; "auto" takes it from the files.
 
     Raises:
         PlanError: a path without a config.json that can be read.
@@ -84,7 +84,8 @@ def names_taken(model: str, found_model: str, hardware: str, found_hardware: str
     """Which entries of the catalogue were taken for other names; "" where it has both names.
 
     Args:
-        model, hardware: as asked; the others as found.
+        model, hardware: names as they were asked for.
+        found_model, found_hardware: names of what was found.
     """
     known = catalogue.models().get(found_model)
     names = {found_model.lower()} | ({known.name.lower(), known.name.lower().rpartition("/")[2]} if known else set())
@@ -167,7 +168,10 @@ def _published_quantization(config: Mapping[str, Any], source: str) -> str:
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> str:
-    """From the first group: bits and type of weights, and whether activations are quantised too."""
+    """The scheme of a checkpoint in compressed-tensors' format, as its first group of layers has it.
+
+    It follows from the bits and type of the weights, and from whether activations are quantised too.
+    """
     groups = said.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = group.get("weights") if isinstance(group, dict) else None

@@ -9,12 +9,12 @@ from headway.planner.plan import Estimate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """What speculative decoding makes of a plan's times, as factors; 1 without it.
+    """What speculative decoding multiplies a plan's times by; 1 without it.
 
     Args:
-        tpot: of it. Decode steps are faster, and what the prompts of others take of TPOT stays, as does TTFT.
-        answer: of a whole answer. Tokens a second and dollars for a token follow it, but not under a rate of arrivals,
-            where as many tokens come as are asked for.
+        tpot: factor on TPOT. Decode steps are faster; what the prompts of others take of TPOT stays, as does TTFT.
+        answer: factor on the time of a whole answer. Tokens a second and dollars for a token follow it, but not under a
+            rate of arrivals, where as many tokens come as are asked for.
     """
 
     tpot: float = 1.0
@@ -22,7 +22,7 @@ class Shortened:
 
 
 def shortened(plan: Plan) -> Shortened:
-    """Of a plan with its own speculation, if any."""
+    """The factors of a plan, which has its own speculation or none."""
     if plan.speculated is None or plan.tpot is None:
         return Shortened()
     saved = plan.speculated.tpot_s * (plan.speculated.speedup - 1.0)
@@ -34,11 +34,11 @@ def shortened(plan: Plan) -> Shortened:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Seconds, tokens a second, dollars; None: it has no value.
+    """The figures of a plan in seconds, tokens a second and dollars; None where the plan has no such figure.
 
     Args:
-        tokens_per_s: of output, of all devices; under a rate of arrivals, that can be served at most.
-        cost: of a million output tokens.
+        tokens_per_s: output tokens of all devices; under a rate of arrivals, those that can be served at most.
+        cost: price of a million output tokens.
     """
 
     ttft_s: float | None
@@ -50,7 +50,7 @@ class Numbers:
 
 
 def numbers_of(plan: Plan) -> Numbers:
-    """Of a plan. What can be served at most under a rate of arrivals does not count speculation."""
+    """The figures of a plan. What can be served at most under a rate of arrivals does not count speculation."""
     faster = shortened(plan)
     tokens, cost = _scaled(plan.output_tokens_per_s, 1 / faster.answer), plan.costs.per_million_output_tokens
     if plan.load == "rate":
@@ -68,7 +68,7 @@ def numbers_of(plan: Plan) -> Numbers:
 
 
 def missed_by(plan: Plan) -> tuple[str, ...]:
-    """Objectives of its request that it misses."""
+    """The objectives that a plan misses."""
     if plan.speculated is None:
         return tuple(name for name, met in plan.slo_met.items() if not met)
     found = numbers_of(plan)

@@ -53,7 +53,7 @@ def page_of(plan: Plan) -> Page:
 
 
 def key_figures(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Numbers for the top; those that this plan does not have are left out."""
+    """Names and values of the numbers at the top; numbers that this plan does not have are left out."""
     found = []
     for name, time in (("TTFT", plan.ttft), ("TPOT", plan.tpot)):
         if time is not None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SWEEP_POINTS = 12
 LONGEST = 2**24
-LEAST_AREA, MORE_AREA = 18, 240  # of a point of the roofline, in square points: of any, and of all the time on top
+# A mark on the roofline has at least the first area, in square points, and its share of the time adds of the second.
+LEAST_AREA, MORE_AREA = 18, 240
 PHASES = {"prefill": ("prompt", "o", "prefill-compute"), "decode": ("decode step", "s", "orange")}
 # Parts of a step that are drawn as one, with their colours.
 GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -74,7 +75,10 @@ def roofline(plan: Plan) -> Figure:
 
 
 def _roofs(plan: Plan) -> dict[str, Roofline]:
-    """By label, that of the layers' matrices first: each format that products are done in, and the caches' if known."""
+    """The rooflines to draw, by label: one for each format that products are done in, the layers' matrices' first.
+
+    A further one has the bandwidth of the device's caches where that is known and clearly higher.
+    """
     hardware, precision = plan.deployment.hardware, plan.deployment.precision
     used = [
         precision.linear.compute,
@@ -98,7 +102,7 @@ def _rate(flops_per_s: float) -> str:
 
 
 def _points(step: PlannedStep, unit: float) -> list[Spot]:
-    """Where operations are that multiply, those that take longest first."""
+    """The points of operations that multiply, those that take longest first."""
     whole = step.time.seconds
     parts = [part for part in step.time.parts if part.work.flops and part.work.bytes and part.seconds]
     return [
@@ -163,7 +167,7 @@ def memory(plan: Plan) -> Figure:
 
 
 def _reach(plan: Plan, longest: int) -> str:
-    """How far a context goes, which the model or the engine may end before memory does."""
+    """The longest context, in words: the model or the engine may limit it before memory does."""
     limit = _limit(plan)
     if not longest:
         return "none fits"
@@ -194,13 +198,13 @@ def longest_context(plan: Plan, batch: int) -> int:
 
 
 def _batches(plan: Plan) -> list[int]:
-    """One, some, and the plan's; for a plan of one, what more would take."""
+    """Batch sizes to draw: one, some, and the plan's; or for a plan of one, larger ones."""
     most = plan.batch if plan.batch > 1 else 64
     return sorted({1, max(1, round(most**0.5)), most})
 
 
 def _contexts(plan: Plan) -> list[int]:
-    """From a block to well above what the plan asks for, to the model's limit if that is near."""
+    """Contexts to draw, in tokens: from a block to well above the plan's, or to the model's limit if that is near."""
     asked = plan.workload.prompt + plan.workload.output
     longest = max(8 * asked, 4 * min(plan.capacity.max_context, 2**20), 8192)
     limit = _limit(plan)
@@ -330,7 +334,7 @@ def times(plan: Plan) -> Figure:
 
 
 def _bars(step: PlannedStep) -> list[tuple[str, float, float]]:
-    """Groups with anything in them: predicted seconds, and those that physics leaves."""
+    """Groups with anything in them: their names, predicted seconds, and the least seconds that physics allows."""
     taken = {part.name: part.seconds for part in step.time.parts} | {"host": step.time.host_s}
     known = {name for _, names, _ in GROUPS for name in names}
     assert taken.keys() <= known, f"parts of a step that no group has: {taken.keys() - known}"

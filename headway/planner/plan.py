@@ -32,9 +32,9 @@ class Bars:
     """Factors on a prediction between which four in five measurements lie.
 
     Args:
-        ttft: of a request alone, or of a batch.
-        ttft_arrivals: of requests that arrive at random times.
-        ttft_clients: of the requests of several clients.
+        ttft: factors for a request alone, or for a batch.
+        ttft_arrivals: factors for requests that arrive at random times.
+        ttft_clients: factors for the requests of several clients.
     """
 
     ttft: tuple[float, float]
@@ -43,7 +43,7 @@ class Bars:
     ttft_clients: tuple[float, float]
 
     def of_ttft(self, load: str, value: float) -> tuple[float, float]:
-        """Under a load, as Plan has it."""
+        """The bar of TTFT under a load, which is given as Plan has it."""
         if load == "rate":
             return self.ttft_arrivals
         return self.ttft_clients if load == "concurrency" and value > 1 else self.ttft
@@ -58,13 +58,13 @@ class PlannedStep:
     longer than a step's budget of tokens.
 
     Args:
-        work: by operation.
-        flops: their sum.
-        bytes: of weights and cache: what must come from memory.
-        activation_bytes: what operations hand to each other on top; some of it stays in caches.
-        time: predicted, part by part, of one device.
-        floor_s: the same at the data sheet's rates, without any loss.
-        floors_s: of each part of `time`, by its name.
+        work: the work of each operation.
+        flops: FLOPs of all operations.
+        bytes: bytes of weights and cache, which must come from memory.
+        activation_bytes: bytes that operations hand to each other on top; some of them stay in caches.
+        time: predicted time of one device, part by part.
+        floor_s: seconds that it takes at the data sheet's rates, without any loss.
+        floors_s: seconds that each part of `time` takes at these rates, by its name.
         bound: compute, memory, network or overhead: what most of the time goes to.
     """
 
@@ -85,14 +85,14 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """What speculative decoding makes of it.
+    """What speculative decoding makes of decoding.
 
     Args:
         accepted: expected tokens of a step.
-        tpot_s: with it.
-        speedup: of TPOT without it to TPOT with it.
-        best_tokens: k with the lowest TPOT at this acceptance.
-        break_even: acceptance from which on it is faster; None where it never is.
+        tpot_s: TPOT with speculative decoding.
+        speedup: TPOT without it, divided by TPOT with it.
+        best_tokens: number of proposed tokens (k) with the lowest TPOT at this acceptance.
+        break_even: the acceptance above which it is faster; None where it never is.
     """
 
     accepted: float
@@ -107,10 +107,11 @@ class Costs:
     """Money and energy. None where no price or no power is known, or no tokens come.
 
     Args:
-        per_million_output_tokens: the whole price on output tokens (document 003, section 13).
-        split_input, split_output: of a million tokens each, where prompts pay for the time that they take alone, which
-            is `prompt_share` of the whole.
-        tokens_per_s_per_watt, kwh_per_million: at the data sheet's power of all devices.
+        per_million_output_tokens: price of a million output tokens that pay for everything (document 003, section 13).
+        split_input, split_output: prices of a million tokens each, where prompts pay for the time that they take alone,
+            which is `prompt_share` of the whole.
+        tokens_per_s_per_watt, kwh_per_million: output tokens, and energy of a million of them, at the data sheet's
+            power of all devices.
     """
 
     per_million_output_tokens: float | None = None
@@ -128,24 +129,25 @@ class Plan:
     Args:
         model: its name as shown.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
-        replicas: of the deployment, on `devices` devices in all.
-        engine: whose scheduling and efficiency it has.
-        lanes: engines that go on beside each other: of each data-parallel group of each replica.
-        load: "batch", "concurrency" or "rate", of `load_value`.
-        batch: sequences in the decode step that `decode` describes: what was asked for, or as many as run on average
-            under the load, for each replica; `lane_batch` those of one stage of a lane, whose step `decode.time` is.
-        settings: of the engine, for its memory.
+        replicas: how often the deployment is there, on `devices` devices in all.
+        engine: the server whose scheduling and efficiency it has.
+        lanes: engines that work beside each other: one for each data-parallel group of each replica.
+        load: "batch", "concurrency" or "rate"; `load_value` is its size.
+        batch: sequences of a replica in the decode step that `decode` describes: as many as were asked for, or as run
+            on average under the load. `lane_batch` is those of one stage of a lane, whose step `decode.time` is.
+        settings: the engine's settings that decide about memory.
         capacity: what fits into memory.
-        served: under a concurrency or a rate, by one lane; None for a batch.
+        served: what one lane serves under a concurrency or a rate; None for a batch.
         bubble: share of the time in which the stages of a pipeline idle.
-        bars: of TTFT and TPOT.
+        bars: error bars of TTFT and TPOT.
         ttft, tpot, ttlt: seconds; None where it does not fit or, under a rate, where the queue has no end.
-        output_tokens_per_s: of all replicas; None where it does not fit.
-        saturation_rate: requests a second, of all replicas, that can be served at most; 0 where it does not fit.
-        compute_bound_batch: from which on arithmetic takes most of a decode step; None: never, because of the cache.
-        compute_bound_weights: from which on the products with weights take longer than reading them.
-        price_per_hour: of all devices; None where none is known. The same holds for what follows from it.
-        slo_met: by name of the objective, whether the estimate meets it.
+        output_tokens_per_s: output tokens of all replicas; None where it does not fit.
+        saturation_rate: requests a second that all replicas can serve at most; 0 where it does not fit.
+        compute_bound_batch: the smallest batch in whose decode step arithmetic takes most of the time; None where the
+            cache takes more in any.
+        compute_bound_weights: the smallest batch whose products with weights take longer than reading them.
+        price_per_hour: US dollars for all devices; None where no price is known. The same holds for what follows.
+        slo_met: whether the estimate meets an objective, by the objective's name.
         assumptions: sentences, each one thing that the figures rest on.
         warnings: sentences, each one thing that may well make it worse than is said.
         problem: why it cannot work (it does not fit) and what would help; None where it can.
@@ -206,10 +208,10 @@ class Plan:
 
     @property
     def storage_bytes_per_s(self) -> float:
-        """At which the checkpoint is read."""
+        """The rate at which the checkpoint is read."""
         return self.request.storage_gb_per_s * 1e9
 
     @property
     def fits(self) -> bool:
-        """The load does: every sequence of a batch, at least one sequence of a concurrency or a rate."""
+        """Whether the load fits: every sequence of a batch, or at least one sequence of a concurrency or a rate."""
         return self.capacity.fits and (self.load != "batch" or self.batch <= self.max_batch)

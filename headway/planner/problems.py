@@ -17,7 +17,7 @@ SHARE, BLOCK, TOKENS = 0.9, 16, 2048
 
 
 def problem(plan: Plan) -> str | None:
-    """One or two sentences; None where it can."""
+    """Why a plan cannot work and what would help, in one or two sentences; None where it can work."""
     if not plan.capacity.fits:
         return _too_large(plan)
     if not plan.fits:

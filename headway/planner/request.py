@@ -35,7 +35,7 @@ GB_PER_S = (1e-3, 1e5)
 
 
 class PlanError(ValueError):
-    """What cannot be planned: one line that names the value, the limit and what to do."""
+    """A plan cannot be made; the message is one line that names the value, the limit and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Speculation:
     """Speculative decoding.
 
     Args:
-        tokens: k that are proposed in each step.
+        tokens: how many are proposed in each step (k).
         acceptance: probability that a proposed token is accepted, given that those before it were.
         draft: model that proposes; None for one whose time does not count (n-grams).
 
@@ -175,13 +175,13 @@ class DeploymentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(DeploymentOptions):
-    """What plans are made for that are compared: all but the model and the hardware.
+    """What plans that are compared have in common: all options but the model and the hardware.
 
     "auto" and None leave the choice to the plan.
 
     Args:
         batch_size, concurrency, request_rate: one of them at most; none means batch_size 1.
-        slo: by ttft, tpot, e2el.
+        slo: objectives in ms, by ttft, tpot and e2el.
     """
 
     count: Annotated[

@@ -1,4 +1,4 @@
-"""From names and flags to a deployment: which model, hardware, precision, parallelism and limits are meant."""
+"""Makes a deployment of names and flags: which model, hardware, precision, parallelism and limits are meant."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from headway.planner.models import DTYPES, Model, find_model
 from headway.planner.request import PlanError, PlanRequest
 from headway.policy.sizing import CPU_SHARE, DEVICE_SHARE, sampling_bytes
 
-# Of checkpoints, as this engine keeps them, where its own schemes have the same name or it has no such arithmetic.
+# How this engine keeps the weights of some checkpoints: int4 names another scheme of its own, and it has no arithmetic
+# in fp8.
 _AS_PACKED = {"int4": "int4-weight-only", "fp8": "fp8-weight-only"}
 MOST_PROMPT_STEPS = 10_000
-MOST_TENSOR_PARALLEL = 64  # that is chosen without a --count; a power of two
+MOST_TENSOR_PARALLEL = 64  # largest size that is chosen without a --count; a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,12 @@ class Resolved:
     """What a request means.
 
     Args:
-        prompt_tokens, output_tokens: of a request.
+        prompt_tokens, output_tokens: tokens of a request.
         dtype, quantization, kv_cache_dtype: what "auto" came to.
-        replicas: of the deployment, on `devices` devices in all.
-        engine: whose rules and limits these are.
-        limits: of the engine of a data-parallel group.
-        settings: of the same engine, for its memory.
+        replicas: how often the deployment is there, on `devices` devices in all.
+        engine: the server whose rules and limits these are.
+        limits: limits of the engine that serves one data-parallel group.
+        settings: the same engine's settings that decide about memory.
         machine: the calibrated machine that it is for; None for hardware of the catalogue.
     """
 
@@ -57,7 +58,7 @@ class Resolved:
 
 
 def resolve(request: PlanRequest) -> Resolved:
-    """Raises PlanError when a name is not known or the model cannot be run like this."""
+    """What a request means. Raises PlanError when a name is not known or the model cannot be run like this."""
     try:
         model = _with_sinks(find_model(request.model, request.quantization), request)
         hardware, efficiency, machine = find_hardware(request.hardware, request.engine)
@@ -115,7 +116,7 @@ def _with_host_link(hardware: Hardware, gb_per_s: float) -> Hardware:
 
 
 def _with_sinks(model: Model, request: PlanRequest) -> Model:
-    """With attention sinks, if they are asked for."""
+    """The model, with attention sinks if they are asked for."""
     trained = model.shape.max_positions
     asked = request.attention_sinks, request.attention_window, request.block_size
     sinks = AttentionSinks.of(*asked, trained, request.max_model_len or trained)
@@ -123,7 +124,7 @@ def _with_sinks(model: Model, request: PlanRequest) -> Model:
 
 
 def profile_of(engine: str, hardware: Hardware) -> EngineProfile:
-    """On a calibrated machine our own where nothing else is asked for. Raises UnknownName."""
+    """The engine of this name; "auto" is Headway on a calibrated machine, and vLLM elsewhere. Raises UnknownName."""
     return find_profile(engine, HEADWAY if hardware.measured else VLLM)
 
 
@@ -187,7 +188,7 @@ def _precision(model: Model, dtype: str, quantization: str, kv_cache_dtype: str,
 
 
 def _absorbed(shape: ModelShape) -> ModelShape:
-    """As this engine computes prompts over latents."""
+    """The shape as this engine runs it: latent attention is absorbed for prompts too."""
     latent = shape.latent
     return shape if latent is None else replace(shape, latent=replace(latent, always_absorbed=True))
 
@@ -195,8 +196,10 @@ def _absorbed(shape: ModelShape) -> ModelShape:
 def _parallelism(
     request: PlanRequest, shape: ModelShape, hardware: Hardware, fits: Callable[[Parallelism], bool]
 ) -> Parallelism:
-    """As asked for. Without a tensor parallel size it is what --count leaves for it, where one machine can have that.
-    Otherwise it is the smallest that fits, of what --count can be divided into, or of the powers of two.
+    """How the model is spread, as the request asks.
+
+    Where it gives no tensor parallel size, that is what --count leaves for it, if one machine has so many devices.
+    Otherwise it is the smallest size that fits, among the divisors of what --count leaves, or the powers of two.
     """
 
     def over(tensor: int) -> Parallelism:
@@ -285,10 +288,11 @@ def _limits(request: PlanRequest, profile: EngineProfile, hardware: Hardware, pr
 
 
 def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limits: Limits) -> Settings:
-    """Of memory. This engine keeps everything in int8 where layers differ in size, and on a CPU takes a share of what
-    is free, unless it is told another one.
+    """The engine's settings that decide about memory.
 
-    Of other engines the sampler is part of the workspace.
+    This engine keeps all tokens in an int8 cache of layers that differ in size, also those that a window has passed. On
+    a CPU it takes a share of what is free, unless it is told another one. Other engines' samplers are part of the
+    workspace.
     """
     longest, share = request.max_model_len or shape.max_positions or shape.vocab, request.gpu_memory_utilization
     return Settings(

@@ -64,7 +64,7 @@ def of_weights(plan: Plan) -> Iterator[Formula]:
 
 
 def _kept_in(plan: Plan, part: str, count: int, format_: Format) -> str:
-    """Bytes of so many parameters; of a packed format those of its panels, filled up, with the scales of their rows."""
+    """Bytes of so many parameters, as an expression; in a packed format, of padded panels with the scales of rows."""
     if format_.rows == 1:
         return f"{plain(count)} * {plain(format_.bits_per_element)} / 8"
     terms = [

@@ -40,7 +40,7 @@ def steps_s(deployment: Deployment, steps: Sequence[Sequence[Chunk]]) -> float:
 
 
 def prefill_step(deployment: Deployment, workload: RequestShape, budget: int) -> PlannedStep:
-    """The prompt of one request alone."""
+    """The step, or steps, of one request's prompt alone."""
     whole = Chunk(workload.prompt - workload.cached, workload.cached)
     return _planned(deployment, whole, prompt_steps(workload, budget))
 
@@ -91,7 +91,7 @@ def joined(steps: Sequence[TimeBreakdown]) -> TimeBreakdown:
 
 
 def compute_bound_batch(deployment: Deployment, context: int) -> int | None:
-    """The smallest batch of decodes of which arithmetic takes most of the step; None where it never does.
+    """The smallest batch of decodes in whose step arithmetic takes most of the time; None where it never does.
 
     Beyond some context the cache takes most of any batch's time, as its bytes grow with the batch (document 002).
     """
@@ -113,7 +113,7 @@ def compute_bound_weights(deployment: Deployment) -> int | None:
 
 
 def _smallest(holds: Callable[[int], bool]) -> int | None:
-    """Up to 65,536, where it holds from some batch on."""
+    """The smallest batch up to MOST_SEQUENCES for which something holds, if it holds for all larger ones too."""
     batch = 1
     while not holds(batch):
         batch *= 2

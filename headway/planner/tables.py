@@ -12,7 +12,7 @@ NOTHING = Cell("–", "quiet")
 
 
 def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:
-    """All of them; those that say nothing of this plan are left out. `narrow` ones have fewer columns."""
+    """All tables that say something of this plan. `narrow` ones have fewer columns."""
     parts = [memory_table(plan), phase_table(plan, "prefill", narrow), phase_table(plan, "decode", narrow)]
     if plan.output_tokens_per_s is not None:
         parts.append(serving_table(plan))
@@ -23,7 +23,7 @@ def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Of the fullest device."""
+    """What the memory of the fullest device holds."""
     held, tokens = plan.capacity, plan.workload.prompt + plan.workload.output
     sampler = ", and its sampler" if plan.settings.sampler_bytes else ""
     rows = [
@@ -49,10 +49,10 @@ def _longest(plan: Plan) -> str:
 
 
 def phase_table(plan: Plan, name: str, narrow: bool = False) -> Table:
-    """Operation by operation: what is done, how long it takes, what decides that, and what the data sheet allows.
+    """A row for each operation: what is done, how long it takes, what decides that, and what the data sheet allows.
 
     Args:
-        narrow: without FLOPs, bytes and their ratio.
+        narrow: leave out the columns of FLOPs, bytes and their ratio.
     """
     step = plan.prefill if name == "prefill" else plan.decode
     whole = step.time.seconds

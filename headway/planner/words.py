@@ -10,7 +10,7 @@ from headway.report.style import number
 
 
 def gigabytes(size: float) -> str:
-    """Decimal, as data sheets and checkpoints are given: 16.1 GB, 131 kB."""
+    """A size in decimal units, as data sheets and checkpoints give it: 16.1 GB, 131 kB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(size) >= factor:
             return f"{number(size / factor)} {unit}"
@@ -18,7 +18,7 @@ def gigabytes(size: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """With the unit that suits it."""
+    """A time with the unit that suits it: 7.5 ms."""
     if value >= 100:
         return f"{number(value)} s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -28,7 +28,7 @@ def seconds(value: float) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """With a prefix that suits it: 16.2 TFLOP."""
+    """An amount with a prefix that suits it: 16.2 TFLOP."""
     for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return f"{number(value / factor)} {prefix}{unit}"
@@ -36,7 +36,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def many(count: int, what: str) -> str:
-    """1 sequence, 2 sequences."""
+    """A count with its noun: 1 sequence, 2 sequences."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
@@ -56,7 +56,7 @@ def timed(estimate: Estimate) -> tuple[str, str]:
 
 
 def bar(estimate: Estimate) -> str:
-    """Both ends of it."""
+    """The ends of an error bar: "1.2 to 1.5"."""
     if estimate.low == estimate.high:
         return f"exactly {number(estimate.value)}"
     if math.isinf(estimate.high):
@@ -65,14 +65,14 @@ def bar(estimate: Estimate) -> str:
 
 
 def share_of_memory(settings: Settings) -> str:
-    """What of a device's memory an engine takes."""
+    """The share of a device's memory that an engine takes."""
     if settings.free_share is not None:
         return f"the weights' memory and {settings.free_share:.0%} of the rest"
     return f"{settings.utilization:.0%} of the memory"
 
 
 def dollars(value: float | None) -> str:
-    """To the cent, or three digits below a dollar."""
+    """An amount of money, to the cent, or below a dollar to three digits."""
     if value is None:
         return "–"
     if value >= 1 or value == 0:

@@ -15,7 +15,7 @@ logger = logging.getLogger("headway.server")
 
 
 class Activity:
-    """Counts tokens of the engine's steps, and tells of them.
+    """Counts tokens of the engine's steps, and writes them to the log.
 
     Args:
         engine: gives `stats` (EngineStats or None) and `num_waiting`.
@@ -34,14 +34,14 @@ class Activity:
         self._found += stats.prefix_cache_hits
 
     async def report(self) -> None:
-        """Until it is cancelled."""
+        """Log a line every EVERY_S seconds in which something happened, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             if line := self.line():
                 logger.info("%s", line)
 
     def line(self) -> str:
-        """What happened since the last one; "" where nothing did and nothing runs."""
+        """What happened since the last line; "" where nothing did and nothing runs."""
         now, stats = self._clock(), self._engine.stats
         seconds, self._since = max(now - self._since, 1e-3), now
         running, waiting = (0 if stats is None else stats.num_running), self._engine.num_waiting

@@ -16,7 +16,7 @@ _WHAT = {"choices": "choices{} are waiting or running", "tokens": "prompt tokens
 
 
 class Admission:
-    """The bound on all requests, none until the engine has said how large it is, and the bound of each class."""
+    """The bounds of each class and of all requests; the latter comes when the engine has said how large it is."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class Admission:
         return place
 
     def add_prompts(self, place: Place, lengths: list[int]) -> None:
-        """Count the prompts of an admitted request, each with its tokens. Raises as admit()."""
+        """Count the prompts of an admitted request, each with its tokens. Raises what admit() raises."""
         self._check(place.take(prompts=lengths))
 
     def refuse_if_full(self) -> None:

@@ -24,13 +24,13 @@ from headway.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
 ENTRIES_OF_A_TOKEN = 10
-_MARK = "\0"  # stands for a text
+_MARK = "\0"  # stands for the text of a chunk that is encoded once for all
 # A thread that writes for milliseconds on end would hold up the event loop by 5 ms at a time (sys.getswitchinterval).
 TOKENS_BETWEEN_PAUSES, PAUSE_S = 128, 2e-5
 
 
 def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
-    """Each entry encoded as JSON, with pauses for the event loop. Encoding the list then only copies them."""
+    """Each entry encoded as JSON, with pauses for the event loop; to encode the list then only copies them."""
     done = []
     for number, entry in enumerate(entries, 1):
         done.append(msgspec.Raw(encode(entry)))
@@ -60,7 +60,7 @@ async def in_one_piece(
 
     Args:
         num_entries: how much there is to write.
-        timed: with `timings`.
+        timed: the answer has `timings`.
     """
     await generation.run()
     encoded, headers = await generation.render(num_entries(), render), {}
@@ -93,9 +93,9 @@ class Answer(ABC):
         self.with_token_ids = bool(body.return_token_ids)
         self._timed = body.include_timings
         self._written: dict[int, list[msgspec.Raw]] = {}  # id(prompt) -> its prompt_logprobs
-        self._opened: set[int] = set()  # choices with an event
-        self._begun: dict[int, tuple[bytes, bytes] | None] = {}  # and with a piece, to _around_text()
-        self._left = len(generation.choices)  # whose end is not pushed
+        self._opened: set[int] = set()  # choices of which an event was pushed
+        self._begun: dict[int, tuple[bytes, bytes] | None] = {}  # choices of which a piece was, to their _around_text()
+        self._left = len(generation.choices)  # choices whose end was not pushed yet
         self._last: tuple[ServedChoice, bytes] | None = None  # the last chunk, without its timings
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
@@ -128,7 +128,7 @@ class Answer(ABC):
         logprobs: dict[str, Any] | None = None,
         of: Piece | ServedChoice | None = None,
     ) -> dict[str, Any]:
-        """An entry of `choices`: of a piece, or of a whole choice; without either there is no token yet."""
+        """An entry of `choices` for a piece or a whole choice; with neither, for a choice that has no token yet."""
         entry = {
             "index": choice.index,
             **content,
@@ -149,11 +149,11 @@ class Answer(ABC):
     # --- in one piece -------------------------------------------------------------------------------
 
     async def whole(self) -> Response:
-        """The answer when all choices are finished. Raises what Generation.run() raises."""
+        """The answer in one piece, when all choices are finished. Raises what Generation.run() raises."""
         return await in_one_piece(self.generation, self._num_entries, self._render, self._timed)
 
     def _num_entries(self) -> int:
-        """How much there is to write: alternatives, and a few more for each token that has them."""
+        """How many entries there are to write: alternatives, and a few more for each token that has them."""
         return sum(
             len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
             + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)
@@ -219,7 +219,7 @@ class Answer(ABC):
         return before, after
 
     def _is_worth_sending(self, piece: Piece) -> bool:
-        """False while a token adds no text: it is part of a character, or may become a stop string."""
+        """Whether a piece has news. A token adds no text as part of a character, or of a possible stop string."""
         return bool(piece.text or piece.finish_reason or piece.logprobs or (self.with_token_ids and piece.token_ids))
 
     def _chunk(self, entry: dict[str, Any] | None) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Answer(ABC):
         return chunk
 
     async def _push_timed(self, writer: EventWriter, choice: ServedChoice, encoded: bytes) -> None:
-        """The last chunk, with timings. They are made when the client has taken all chunks before it."""
+        """Push the last chunk, with timings. They are made when the client has taken all chunks before it."""
         timings = self.generation.timings()
         if timings is not None:
             timings.mark(Phase.SEND, clock())
@@ -255,7 +255,7 @@ class Answer(ABC):
         return self._written[key]
 
     def found_prompt_logprobs(self, choice: ServedChoice) -> list[TokenLogprobs | None]:
-        """One for each token of the prompt. The engine reports them with the prompt's first choice."""
+        """An entry for each token of the prompt. The engine reports them with the prompt's first choice."""
         sharing = (other for other in self.generation.choices if other.prompt is choice.prompt)
         found = next((other.prompt_logprobs for other in sharing if other.prompt_logprobs is not None), None)
         return [None] * len(choice.prompt.token_ids) if found is None else of_prompt(found)

@@ -46,7 +46,7 @@ def create_app(
     and `app.state.batches` the batches of its data folder.
 
     Args:
-        template: for chat; by default the checkpoint's own.
+        template: the chat template; by default the checkpoint's own.
 
     Raises:
         TextError: the checkpoint's template or generation_config.json is broken.
@@ -99,7 +99,8 @@ def create_app(
         document = app.openapi()
         return msgspec.json.encode(document), api_page(document)
 
-    made: dict[bool, asyncio.Future[tuple[bytes, str]]] = {}  # with keys and without: it takes some 100 ms
+    # Both are written once with API keys and once without, as that takes some 100 ms.
+    made: dict[bool, asyncio.Future[tuple[bytes, str]]] = {}
 
     async def documents() -> tuple[bytes, str]:
         has_keys = bool(service.keys)
@@ -120,7 +121,7 @@ def create_app(
 
 
 def _cross_origin(settings: ServerSettings) -> Callable[[ASGIApp], ASGIApp] | None:
-    """What lets pages of other origins in, where there are such."""
+    """The layer that lets pages of other origins in; None where no other origin is allowed."""
     if not settings.allowed_origins:
         return None
     return partial(

@@ -51,7 +51,7 @@ class ServedChoice(Choice):
     logprobs: list[ScoredToken] = field(default_factory=list)
 
     def take(self, output: SequenceOutput) -> Piece:
-        """accept(), and keep what came."""
+        """Accept an output of the engine, as accept() does, and keep what came."""
         if self.prompt_only:
             end = output.finish_reason and "length"
             output = msgspec.structs.replace(output, token_ids=[], finish_reason=end, stop_token_id=None)

@@ -28,7 +28,7 @@ class ClassMetrics:
     """Metrics with the label service_class, beside those that count everybody.
 
     Args:
-        buckets: of times, in seconds.
+        buckets: upper bounds of the buckets of times, in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ClassMetrics:
         registry.register(self.gaps)
 
     def set_classes(self, table: ClassTable) -> None:
-        """The names that are labels from now on; all others are OTHER."""
+        """Take the names that are labels from now on; the label of all others is OTHER."""
         self.names = tuple(each.name for each in table)
         self._children.clear()
         self.gaps.forget_classes()
@@ -73,7 +73,7 @@ class ClassMetrics:
         return {**self._labels, "service_class": self.label_of(service_class)}
 
     def observe(self, key: str, service_class: str, length_ns: float) -> None:
-        """Of ttft, tpot or e2e."""
+        """Count a time in the histogram of ttft, tpot or e2e, which `key` names."""
         child = self._children.get((key, service_class))
         if child is None:
             child = self._histograms[key].labels(**self.labels_of(service_class))
@@ -81,26 +81,28 @@ class ClassMetrics:
         child.observe(length_ns * NS)
 
     def judged(self, service_class: str, verdicts: Mapping[str, bool]) -> None:
-        """A choice has ended; whether each of its objectives was met."""
+        """Count a choice that has ended, by whether it met each of its objectives."""
         judged = {**verdicts, "all": all(verdicts.values())} if verdicts else {}
         for objective, met in judged.items():
             result = "met" if met else "missed"
             self._objectives.labels(**self.labels_of(service_class), objective=objective, result=result).inc()
 
     def yielded(self, service_class: str, reason: str) -> None:
-        """A choice has ended that was put behind others."""
+        """Count a choice that was put behind others and has ended."""
         self._yielded.labels(**self.labels_of(service_class), reason=reason).inc()
 
     def refused(self, service_class: str, reason: str) -> None:
-        """A request is not served."""
+        """Count a request that is not served."""
         self._refused.labels(**self.labels_of(service_class), reason=reason).inc()
 
 
 class Gaps:
-    """Times between a choice's outputs, of all and by class: two histograms that every token adds to, so in one list.
+    """Times between a choice's outputs, as a histogram of all and one by class.
+
+    Every token adds to both, so it is counted only once, by class; the histogram of all is the sum.
 
     Args:
-        bounds: of the buckets, in seconds.
+        bounds: upper bounds of the buckets, in seconds.
     """
 
     def __init__(self, prefix: str, metrics: ClassMetrics, bounds: tuple[float, ...]) -> None:
@@ -112,7 +114,7 @@ class Gaps:
         self._row_of: dict[str, list[int]] = {}  # class -> the row of its label
 
     def forget_classes(self) -> None:
-        """Classes may have other labels from now on."""
+        """Forget the labels of classes, which may be others from now on."""
         self._row_of.clear()
 
     def add(self, service_class: str, gap_ns: int) -> None:
@@ -143,7 +145,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ClassGauges:
-    """What the engine last said, read when it is scraped."""
+    """Gauges of what the engine last said of each class, read when they are scraped."""
 
     families: Families
     metrics: ClassMetrics

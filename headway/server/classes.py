@@ -22,7 +22,7 @@ class Terms:
 
     Args:
         service_tier: what OpenAI's clients call the class.
-        ttft_ms, tpot_ms: its objectives, the class's or tighter ones of its own; infinite for none.
+        ttft_ms, tpot_ms: objectives of the request, from its class or tighter ones of its own; infinite for none.
     """
 
     service: ServiceClass = BUILT_IN.default_class
@@ -32,7 +32,7 @@ class Terms:
     tenant: str = DEFAULT_TENANT
 
     def verdicts(self, ttft_ns: int, tpot_ns: float | None) -> dict[str, bool]:
-        """Whether each objective was met; those that there are.
+        """Whether each objective was met, by its name; only those that the request has.
 
         Args:
             tpot_ns: None where there was one token only.
@@ -51,7 +51,7 @@ def terms_of(
     """The terms of a request with this access.
 
     Args:
-        ignored: gets the names of headers that are left aside.
+        ignored: the names of headers that are left aside are appended to it.
 
     Raises:
         ApiError: 400 when there is no such class, its names contradict each other, or a header is no objective; 403

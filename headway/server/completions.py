@@ -73,7 +73,7 @@ class CompletionAnswer(Answer):
         return top
 
     def _logprobs_of_prompt(self, choice: ServedChoice) -> dict[str, Any]:
-        """The same for an echoed prompt, whose first token has no probability."""
+        """Log-probabilities in this form for an echoed prompt, whose first token has none."""
         found = self.found_prompt_logprobs(choice)
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=self._skip_special_tokens)
         tokens = []

@@ -40,8 +40,8 @@ MAX_PIPELINED = 64
 SLICE, SLICE_NS = 16 * 2**10, 1_000_000
 # A client that is refused while it sends hears the answer if it is done with sending within this time.
 LINGER_S, LINGER_TLS_S, LINGER_AT_END_S = 30.0, 2.0, 0.5
-# When a client that has closed its sending side is asked whether it is still there, and how long one is waited for that
-# cannot be asked.
+# Seconds until a client that has closed its sending side is asked whether it is still there, and asked again; and how
+# long the server waits for one that cannot be asked.
 ASK_AFTER_S, ASK_AGAIN_S, UNASKED_S = 0.1, 1.0, 10.0
 _TCP_CLOSE = 7
 logger = logging.getLogger("headway.server")
@@ -52,12 +52,12 @@ class Connection(HttpToolsProtocol):
     when a request's first byte came, answers clients that have closed their sending side, and can be cut.
 
     Args:
-        refusal: what the client hears, whatever it sends; None serves it.
+        refusal: the answer to whatever the client sends; None for a connection that is served.
         read_timeout_s: seconds that a request may take from its first byte to its last, and a new connection to its
             first request.
-        pace: how many connections are read in one turn of the event loop.
-        probes: what is answered at once.
-        came_ns: when its first byte came.
+        pace: decides how many connections are read in one turn of the event loop.
+        probes: answers load balancers' questions at once.
+        came_ns: when the first byte of the connection came.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._pace, self._probes = pace, probes
         self._held = b""  # bytes that wait for their turn; reading is paused meanwhile
         self._has_place = False  # a place in a later turn is on its way
-        self._came_ns = came_ns  # when they came
+        self._came_ns = came_ns  # when the bytes came that are being read
         self._read_timeout_s = read_timeout_s
         self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
         self._is_incomplete = False  # the first byte of a request has come, but not its last
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Its requests are answered, if it is still there to read."""
+        """Note that the client sends no more. Its requests are answered, if it is still there to read."""
         if self.scheme == "https" or self._closing is not None:  # TLS has no such state: the transport closes
             return False
         self._has_ended = True
@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             return self.transport.close()
         self._stop_reading()
         self._held = b""
-        has_eof = self.transport.can_write_eof()  # with TLS the client has only the answer's length
+        has_eof = self.transport.can_write_eof()  # a client of TLS sees the end by the answer's length alone
         linger_s = self._linger_s if has_eof else min(self._linger_s, LINGER_TLS_S)
         self._closing = self.loop.call_later(linger_s, self.transport.close)
         if has_eof:
@@ -266,7 +266,7 @@ class Connection(HttpToolsProtocol):
             self._feed(data[end.args[0] :])
 
     def _finish_input(self) -> None:
-        """All that the client has sent has been parsed, and no more will come."""
+        """Go on when all that the client has sent has been parsed, and no more will come."""
         if self._is_incomplete:
             self._refuse(malformed("the connection ended before the request was complete"))
         elif self._answering is None or (self.cycle is self._answering and self.cycle.response_complete):
@@ -322,7 +322,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4
         if self._num_headers > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD:
             raise too_much(is_body=self._has_head)
-        if not self._has_head:  # behind the body, they are no part of what was asked
+        if not self._has_head:  # trailers behind the body are no part of what was asked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -367,7 +367,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # to what is not spoken here; _feed goes on
+        if self.parser.should_upgrade():  # the client offers another protocol, which is not taken; _feed goes on
             return
         self._finished_some, self._is_incomplete = True, False
         self._stop_reading()
@@ -390,9 +390,9 @@ class Connection(HttpToolsProtocol):
             self._send_refusal()
 
     def _write_now(self, data: bytes) -> bool:
-        """Send bytes of the body of the answer that has begun, without what is around its `send`.
+        """Send bytes of the body of the answer that has begun, past the layers around the application's `send`.
 
-        False where that would have to wait, and where its bytes are not chunks.
+        Returns False, and sends nothing, where they would have to wait, and where the body is not sent in chunks.
         """
         cycle = self._answering
         if self.flow.write_paused or cycle is None or cycle.disconnected or not cycle.chunked_encoding:
@@ -406,7 +406,7 @@ class Connection(HttpToolsProtocol):
         return self._is_incomplete and self.cycle is not None and self.cycle.scope is self.scope
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what comes last with an error, after the answers to earlier requests, and close."""
+        """Answer the last request with an error, after the answers to earlier ones, and close."""
         self._refusal = error
         self._stop_reading()
         logger.info("refused a request of %s: %d, %s", self.client, error.status, error.message)

@@ -20,9 +20,10 @@ from headway.tenant_file import Access, key_digest
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/", "/health", "/ping", METRICS_PATH, "/version", "/openapi.json", "/docs"})
-# Known, but without effect so far. llm-d's router sets them on all traffic, so refusing them would refuse all of it.
+# Headers that are known, but have no effect so far. llm-d's router sets them on all traffic, so a server that refused
+# them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
-# In a request's scope: names of its headers that were left aside, and what comes with its API key.
+# Keys of a request's scope: the names of its headers that were left aside, and what its API key may do.
 IGNORED, ACCESS = "headway.ignored_headers", "headway.access"
 logger = logging.getLogger("headway.server")
 
@@ -34,7 +35,7 @@ class Edge:
     Args:
         keys: the API keys that it accepts, by their digests; without any it is open.
         metrics_keys: the keys that METRICS_PATH needs; without any it is open.
-        cross_origin: wraps what is asked for a key and answers, for pages of other origins.
+        cross_origin: wraps what checks keys and answers, so that pages of other origins may ask.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Edge:
             await internal("the server failed on this request; see its log").response()(scope, receive, send_with_id)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has the key it needs."""
+        """Let the application answer a request that has the key it needs; refuse others."""
         if ACCESS not in scope:  # a request from within the server brings it
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             scope[ACCESS] = self._access_of(given)
@@ -95,7 +96,7 @@ class Edge:
         await self._app(scope, receive, send)
 
     def _access_of(self, authorization: bytes) -> Access | None:
-        """What comes with the key; None when a key is needed and this is not one."""
+        """What the key allows; None when a key is needed and this is none."""
         keys = self._keys()
         if not keys:
             return Access()
@@ -122,7 +123,7 @@ def _no_key(reason: str) -> Response:
 
 
 class CrossOrigin(CORSMiddleware):
-    """Starlette's, with an error object for an origin that is not allowed."""
+    """Starlette's middleware, but with an error object for an origin that is not allowed."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """The answer to a browser's question whether a page may ask."""

@@ -20,7 +20,7 @@ from headway.text.tokenizer import Tokenizer
 TOGETHER_CHARS = 2**18
 # Ids become Python's with the interpreter's lock held; the event loop gets it between two texts.
 PAUSE_S = 2e-5
-# Of the tokenizer's threads, where others have 0: on a processor where both are busy they get a tenth of it.
+# Niceness of the tokenizer's threads, where others have 0: on a processor where both are busy they get a tenth of it.
 NICENESS = 10
 
 
@@ -43,7 +43,7 @@ def share_cores(tokenizer: Tokenizer) -> None:
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than are wanted: `count`."""
+    """A text has more tokens than are wanted; it has `count`."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -64,12 +64,12 @@ class Encoder:
     """Encodes texts, short ones at once and long ones in a thread, with all that have come meanwhile.
 
     Args:
-        work: whose threads it takes, and whose bound on what may wait.
+        work: gives it threads, and bounds what may wait for them.
         process: encodes texts that are longer still, of which even to free the memory would delay the event loop;
             `process_work` has the thread that waits for it.
 
     Attributes:
-        calls: of the tokenizer in a thread.
+        calls: how often a thread has called the tokenizer.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Encoder:
         """Token ids of each text.
 
         Args:
-            salt: what was encoded with another salt is not known.
-            most: ids of a text that are wanted.
+            salt: texts that were encoded with another salt do not count as known.
+            most: the most ids of a text that are wanted.
 
         Raises:
             ApiError: 429 when too much waits already.
@@ -165,7 +165,7 @@ class Encoder:
         self._encoding = None
 
     def _next_jobs(self) -> list[_Job]:
-        """Those that are encoded next, in one call."""
+        """Take the jobs that are encoded next, in one call, from the queue."""
         jobs: list[_Job] = []
         size = 0
         while self._jobs and (not jobs or size + self._jobs[0].size <= TOGETHER_CHARS):
@@ -187,7 +187,7 @@ class Encoder:
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Texts that are encoded together: what the tokenizer makes of them beside ids is freed at once."""
+    """Groups of texts that are encoded together, small ones: what the tokenizer makes beside ids is freed at once."""
     group, size = list[str](), 0
     for text in texts:
         if group and size + len(text) > TOGETHER_CHARS:

@@ -23,8 +23,8 @@ from headway.server.http_head import malformed
 from headway.server.listening import Certificate
 from headway.server.probes import MAX_PROBE, Probes
 
-# In one turn of the event loop: newcomers that are accepted, at some 10 us each; those that are looked at, at 5 us, or
-# 30 us where one is answered; and those that are let in, at 0.1 ms, with TLS at a millisecond.
+# Newcomers in one turn of the event loop: how many are accepted, at some 10 us each; looked at, at 5 us, or 30 us where
+# one is answered; let in, at 0.1 ms; and let in with TLS, at a millisecond.
 ACCEPTED_PER_TURN, LOOKED_AT_PER_TURN, LET_IN_PER_TURN, HANDSHAKES_PER_TURN = 256, 256, 6, 2
 # Seconds until a server without free file descriptors tries again.
 ACCEPT_AGAIN_S = 0.5
@@ -35,7 +35,7 @@ logger = logging.getLogger("headway.server")
 
 
 class MakeConnection(Protocol):
-    """Makes the protocol of a connection, whose first byte came at a time, and which may hear only a refusal."""
+    """Makes the protocol of a connection whose first byte came at `came_ns`; with a `refusal` it hears only that."""
 
     def __call__(self, came_ns: int, refusal: ApiError | None) -> asyncio.Protocol: ...
 
@@ -45,7 +45,7 @@ class Entrance:
 
     Args:
         timeout_s: seconds that a newcomer may say nothing.
-        certificate: of HTTPS; None for HTTP.
+        certificate: the certificate for HTTPS; None for HTTP.
         background: runs what serves a connection.
     """
 
@@ -61,8 +61,8 @@ class Entrance:
         self._timeout_s, self._background = timeout_s, background
         self._listeners: list[socket.socket] = []
         self._silent: dict[int, tuple[socket.socket, float]] = {}  # the oldest first; until when each may be so
-        self._poll = select.epoll()  # of the silent ones
-        self._waiting: deque[tuple[socket.socket, int, ApiError | None]] = deque()  # they have said something, and when
+        self._poll = select.epoll()  # watches the silent ones
+        self._waiting: deque[tuple[socket.socket, int, ApiError | None]] = deque()  # they said something at that time
         self._closing_silent: asyncio.TimerHandle | None = None
         self._takes_newest = False
 
@@ -149,7 +149,7 @@ class Entrance:
             self._waiting.append((connection, now_ns, refusal))
 
     def _let_in(self) -> None:
-        """Serve those who came first. A crowd of handshakes takes seconds, so of those every second is the newest."""
+        """Serve those who came first. Of handshakes, of which a crowd takes seconds, every second is the newest."""
         for _ in range(LET_IN_PER_TURN if self._certificate is None else HANDSHAKES_PER_TURN):
             if not self._waiting:
                 return

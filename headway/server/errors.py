@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-# Bytes of JSON: a message may repeat what a client has sent.
+# The most bytes of JSON, as a message may repeat what a client has sent.
 LONGEST_MESSAGE, LONGEST_PARAM = 1600, 200
-# Name and values are those of llm-d's router.
+# The header's name and values are those of llm-d's router.
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 
 
@@ -77,7 +77,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, code: str, retry_after_s: int, dropped: str = "") -> ApiError:
-    """503: nothing is wrong with the request, and it may be sent again later.
+    """An error with 503: nothing is wrong with the request, and it may be sent again later.
 
     Args:
         dropped: what llm-d's router calls the reason, for DROPPED_HEADER.
@@ -87,7 +87,7 @@ def unavailable(message: str, code: str, retry_after_s: int, dropped: str = "") 
 
 
 def too_many(message: str, code: str, retry_after_s: int) -> ApiError:
-    """429: nothing is wrong with the request, but others are waiting; it may be sent again later."""
+    """An error with 429: nothing is wrong with the request, but others are waiting; it may be sent again later."""
     headers = {"retry-after": str(retry_after_s), DROPPED_HEADER: "rejected-saturated"}
     return ApiError(429, message, code=code, kind="rate_limit_error", headers=headers)
 
@@ -97,7 +97,7 @@ def internal(message: str) -> ApiError:
 
 
 def request_failed(message: str) -> ApiError:
-    """The engine failed on this request. Others go on."""
+    """An error for a request on which the engine failed. Others go on."""
     return ApiError(500, message, kind="engine_error", code="request_failed")
 
 

@@ -27,7 +27,7 @@ class Flow(FlowControl):
             self._go_on()
 
     def forget(self) -> None:
-        """The connection has gone: nothing goes on, and it is not held in a circle."""
+        """Let go of a connection that has ended: nothing goes on, and no circle of references holds it."""
         self._go_on = lambda: None
 
 

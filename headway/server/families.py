@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-Values = Mapping[Any, float]  # by the values of further labels
+Values = Mapping[Any, float]  # keys are the values of further labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Families:
     """Makes families.
 
     Args:
-        prefix: of all names.
+        prefix: what all names begin with.
         labels: names and values of the labels that all metrics have.
     """
 
@@ -24,13 +24,13 @@ class Families:
     labels: Mapping[str, str]
 
     def gauge(self, name: str, text: str, values: float | Values, *further: str) -> GaugeMetricFamily:
-        """One value, or one for each combination of `further` labels."""
+        """One gauge, or one for each combination of `further` labels."""
         family = GaugeMetricFamily(self.prefix + name, text, labels=[*self.labels, *further])
         self._fill(family, values)
         return family
 
     def counter(self, name: str, text: str, values: float | Values, *further: str) -> CounterMetricFamily:
-        """As gauge()."""
+        """One counter, or one for each combination of `further` labels."""
         family = CounterMetricFamily(self.prefix + name, text, labels=[*self.labels, *further])
         self._fill(family, values)
         return family

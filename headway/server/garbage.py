@@ -24,7 +24,7 @@ class FullCollections:
         self._before = gc.get_threshold()
 
     def start(self) -> None:
-        """Take over from Python. Objects that exist now are not looked at again."""
+        """Take full collections over from Python. Objects that exist now are not looked at again."""
         gc.freeze()
         if not self._is_on:
             self._before = gc.get_threshold()
@@ -32,13 +32,13 @@ class FullCollections:
         self._is_on = True
 
     def stop(self) -> None:
-        """Leave them to Python again, as they were; a process may go on when its server has ended."""
+        """Leave full collections to Python again, as before; a process may go on when its server has ended."""
         if self._is_on:
             gc.set_threshold(*self._before)
             self._is_on = False
 
     def on_end(self, in_flight: int) -> None:
-        """A request has ended; `in_flight` others are under way."""
+        """Count a request that has ended while `in_flight` others are under way, and collect if it is time."""
         self._ended += 1
         is_time = self._ended >= (ENDED_BETWEEN if in_flight <= FEW_IN_FLIGHT else MOST_ENDED_BETWEEN)
         if self._is_on and is_time:

@@ -25,7 +25,8 @@ T = TypeVar("T")
 OnPiece = Callable[[ServedChoice, Piece], None]
 clock = time.monotonic_ns
 SETTLE_TIMEOUT_S = 30.0
-# Of a request with many prompts or choices: those that are handed over, or counted at its end, in one turn.
+# Prompts of a request that are handed over to the engine in one turn of the event loop, and choices that are counted at
+# its end.
 IN_ONE_TURN = 64
 
 
@@ -37,12 +38,12 @@ class Generation:
 
     Args:
         place: the request's share of the queue, given back as choices end.
-        params: of each prompt, all with the same n.
+        params: the parameters of each prompt, all with the same n.
         terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
-        prompt_only: no tokens are wanted either, of params with max_tokens 1.
+        prompt_only: no tokens are wanted, though `params` have max_tokens 1.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -74,7 +75,7 @@ class Generation:
         self._prompt_only = prompt_only
         self._aborted: ApiError | None = None
         self._failed = False
-        self._error: Exception | None = None  # that ended it
+        self._error: Exception | None = None  # the error that ended it
         self._ended, self._settled = asyncio.Event(), asyncio.Event()
         self._on_piece: OnPiece | None = None
         self._leaves: list[Callable[[], None]] = []  # end what submit() began
@@ -100,7 +101,8 @@ class Generation:
             )
             self._add(request, prompt, number * one.n, checked_ns, keep)
         self.choices = list(self._choice_of.values())
-        self._unfinished = self._unsettled = len(self.choices)  # for the client, and in the engine
+        # Choices that have not ended for the client, and those that have not ended in the engine.
+        self._unfinished = self._unsettled = len(self.choices)
         service.enlist(self)
         try:
             outputs = params if pooling is None else []
@@ -112,7 +114,7 @@ class Generation:
             raise
 
     def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, checked_ns: int, keep: bool) -> None:
-        """The choices of a prompt, numbered from `first`."""
+        """Add the choices of a prompt, numbered from `first`."""
         self._requests.append(request)
         for index in range(request.params.n):
             self._choice_of[request.request_id, index] = ServedChoice(
@@ -141,7 +143,7 @@ class Generation:
         }
 
     def timings(self) -> ChoiceTimings | None:
-        """The chain of the choice that finished last; None when the engine's part is not known."""
+        """The timings of the choice that finished last; None when the engine's part is not known."""
         choice = self.last
         if choice is None or choice.timings is None:
             return None
@@ -152,7 +154,7 @@ class Generation:
         return await self._service.text_work.finish(size, function)
 
     def sent(self, choice: ServedChoice, is_first: bool, is_last: bool, now_ns: int) -> None:
-        """The first tokens of a choice, or its last ones, were handed to the connection."""
+        """Note when the first tokens of a choice, or its last ones, were handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
             self._metrics.on_first_sent(since_arrival_ns, self.terms.service.name)
@@ -228,12 +230,12 @@ class Generation:
             self._leaves.append(self._engine.submit(requests, self._take))
 
     def _take(self, item: SequenceOutput | Exception) -> None:
-        """Take what comes from the engine: an output, or why there will be none."""
+        """Take what comes from the engine: an output, or the reason why there will be none."""
         try:
             if isinstance(item, Exception):
                 raise item
             choice = self._choice_of[item.request_id, item.index]
-            if self._ended.is_set():  # the answer has, the engine has not heard of the stop string
+            if self._ended.is_set():  # the answer has ended, but the engine has not heard of the stop string
                 if item.finish_reason is not None:
                     self._settle_one(choice, item, clock())
                 return
@@ -266,7 +268,7 @@ class Generation:
         return self._held.pop(choice.index, None)
 
     def _failure(self, output: SequenceOutput) -> ApiError | None:
-        """What a choice that ends so is answered with; None where it is no failure."""
+        """The error that answers a choice which ends like this; None where it is no failure."""
         said = output.error or ""
         match output.finish_reason:
             case "error":

@@ -1,4 +1,4 @@
-"""What comes before a request's body: its limits, and the errors for what is no request that is spoken here."""
+"""What comes before a request's body: its limits, and the errors for what this server does not speak."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: b
     """An answer as it is sent.
 
     Args:
-        headers: of every answer.
-        is_head: it is without its body.
+        headers: headers that every answer has.
+        is_head: leave out the body.
     """
     lines = (b"%b: %b\r\n" % header for header in (*headers, *answer.raw_headers))
     return b"%b%b\r\n%b" % (STATUS_LINE[answer.status_code], b"".join(lines), b"" if is_head else bytes(answer.body))
@@ -74,24 +74,24 @@ def _shown(value: bytes) -> str:
 
 
 def malformed(reason: str) -> ApiError:
-    """400."""
+    """An error with 400, for bytes that are no valid request."""
     return ApiError(400, reason, code="malformed_request")
 
 
 def unknown_method(method: bytes) -> ApiError:
-    """501."""
+    """An error with 501, for a method that is not supported."""
     return ApiError(501, f"the method {_shown(method)} is not supported", code="method_not_supported")
 
 
 def unknown_version(version: str) -> ApiError:
-    """505."""
+    """An error with 505, for another version of HTTP."""
     return ApiError(
         505, f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported", code="http_version_not_supported"
     )
 
 
 def too_long() -> ApiError:
-    """The target is."""
+    """An error with 414, for a target that is too long."""
     return ApiError(
         414,
         f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body",
@@ -100,7 +100,7 @@ def too_long() -> ApiError:
 
 
 def too_much(is_body: bool) -> ApiError:
-    """What is not the body itself is too much: the headers, or what is around the body's chunks."""
+    """An error for too much beside the body itself: in the headers, or with `is_body` around the body's chunks."""
     if is_body:
         return malformed("what is around the chunks of the body is longer than the body, and than 64 KiB")
     return ApiError(
@@ -111,10 +111,10 @@ def too_much(is_body: bool) -> ApiError:
 
 
 def unparsable(error: httptools.HttpParserError, data: bytes) -> ApiError:
-    """What is wrong with bytes that the parser does not take.
+    """An error that says what is wrong with bytes that the parser does not take.
 
     Args:
-        data: those in which it found the error.
+        data: the bytes in which it found the error.
     """
     if str(error) == "Invalid HTTP version":
         return unknown_version("another version")

@@ -1,4 +1,4 @@
-"""From an open port to the last answer: load, serve, drain."""
+"""The life of a server from an open port to the last answer: load, serve, drain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from headway.text.tokenizer import Tokenizer
 DATED_EVERY_S = 1.0
 # After a second signal: how long the event loop may be busy with something else, and how long the end may take then.
 LOOP_ANSWERS_S, ENDED_S = 1.0, 10.0
-# After it, answers have this long to end with an error.
+# How long answers then have to end with an error.
 CUT_AFTER_S = 0.5
 logger = logging.getLogger("headway.server")
 
@@ -48,7 +48,7 @@ def _url(listener: socket.socket, is_tls: bool) -> str:
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """Uvicorn's logging and ours, without its start and stop messages: ours say the same."""
+    """The settings of uvicorn's logging and ours. They drop uvicorn's start and stop messages: ours say the same."""
     config = copy.deepcopy(LOGGING_CONFIG)
     quiet = "WARNING" if level == "info" else level.upper()
     config["loggers"]["uvicorn.error"]["level"] = quiet
@@ -192,11 +192,11 @@ def run_server(
     SIGHUP has the files of service classes, of tenants and of the certificate read again, where there are any.
 
     Args:
-        listener: of `bind`; it is closed at the end.
+        listener: the socket from `bind`; it is closed at the end.
 
     Raises:
         StartupError: the journal of quotas or the data folder can't be used, or the engine could not start.
-        TextError: as create_app().
+        TextError: create_app() raises it.
     """
     share_cores(tokenizer)
     try:

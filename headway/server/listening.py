@@ -54,7 +54,7 @@ class Certificate:
     """What makes HTTPS of connections: a certificate that is read again when its files are renewed.
 
     Attributes:
-        context: for connections from now on.
+        context: the context of connections that are accepted from now on.
 
     Raises:
         StartupError: the files cannot be used.
@@ -76,19 +76,19 @@ class Certificate:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Certificate | None:
-        """The one that is wished, if any. Raises StartupError."""
+        """The certificate that the settings name, if any. Raises StartupError."""
         given = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         return cls(settings) if any(given) or settings.ssl_cert_reqs else None
 
     def refresh(self) -> None:
-        """Take files that have changed, and have not since the last call: they may be written one after the other."""
+        """Take changed files if they are as at the last call: they may be written one after the other."""
         now = self._stamps()
         if now == self._seen != self._taken:
             self.reload()
         self._seen = now
 
     def reload(self) -> None:
-        """Read the files again; where they cannot be used all stays as it is, as the log says."""
+        """Read the files again. Where they cannot be used, all stays as it is, and the log says so."""
         self._taken = self._stamps()
         try:
             self.context = self._load()
@@ -108,7 +108,7 @@ class Certificate:
         return found
 
     def _load(self) -> ssl.SSLContext:
-        """Raises ValueError, one line."""
+        """A context with the certificate. Raises ValueError, one line."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
         _readable(*self._files)
@@ -142,6 +142,6 @@ def _no_passphrase() -> NoReturn:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """In the words of a person where the library has a code."""
+    """What is wrong with a certificate, in plain words where the library has a code."""
     known = {"KEY_VALUES_MISMATCH": "the key belongs to another certificate", "NO_START_LINE": "it has no PEM block"}
     return known.get(error.reason or "", (error.reason or "it has no PEM block of this kind").replace("_", " ").lower())

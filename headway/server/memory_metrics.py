@@ -19,7 +19,7 @@ class MemoryMetrics:
     """Counts what the engine says of its pool.
 
     Args:
-        by_class: knows the names of classes.
+        by_class: knows which classes have a label of their own.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MemoryMetrics:
         registry.register(self)
 
     def label_of(self, service_class: str) -> str:
-        """The label of a class; of an empty name it is SEVERAL."""
+        """The label of a class; SEVERAL for an empty name."""
         return self._by_class.label_of(service_class) if service_class else SEVERAL
 
     def labels_of(self, service_class: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ class MemoryMetrics:
             self._runs.inc(stats.allocated_runs)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """What the engine last said, read when it is scraped."""
+        """Gauges of what the engine last said, read when they are scraped."""
         gauge, stats, ready = self._families.gauge, self._engine.stats, self._engine.ready
         protected, watermark = (0, 0) if stats is None else (stats.protected_blocks, stats.watermark_blocks)
         yield gauge("kv_blocks_protected", "Blocks that are evicted last or never.", protected)

@@ -33,10 +33,10 @@ RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.
 LABELS = ("model_name", "engine")
 NS = 1e-9
 _REFUSALS = (403, 429, 503)
-# Steps that are counted together: during a step of a large model all that counts leaves the processor's caches, and
-# then one takes as long as many.
+# Steps that are counted together: during a step of a large model the code that counts leaves the processor's caches, so
+# that to count one step takes as long as to count many.
 _STEPS_TOGETHER = 16
-# What a request with an objective must not end by.
+# Reasons for an end that mean that a request has missed its objectives.
 _BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
@@ -49,7 +49,7 @@ prometheus_client.disable_created_metrics()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """Counters that others count, read when they are scraped."""
+    """Counters whose values other objects keep, read when they are scraped."""
 
     families: Families
     sums: Mapping[str, tuple[str, Callable[[], int]]]
@@ -79,7 +79,7 @@ class Metrics:
         self.by_class = ClassMetrics(self.registry, self.families, SECONDS, engine)
         self._memory = MemoryMetrics(self.registry, self.families, self.by_class, engine)
         self.by_tenant: TenantMetrics | None = None
-        self._steps: list[EngineStats] = []  # not counted yet
+        self._steps: list[EngineStats] = []  # steps that are not counted yet
         ProcessCollector(registry=self.registry)
         EngineProcessMetrics(self.registry, self.families, lambda: engine.pid)
 
@@ -202,7 +202,7 @@ class Metrics:
             self._startup.labels(*self._labels, stage).set(length * NS)
 
     def on_reload(self, result: str) -> None:
-        """The file of service classes was read again: `done`, or `failed` where it was wrong."""
+        """Count that the file of service classes was read again: `done`, or `failed` where it was wrong."""
         self._reloads.labels(*self._labels, result).inc()
 
     def on_step(self, stats: EngineStats) -> None:
@@ -211,7 +211,7 @@ class Metrics:
             self.settle()
 
     def settle(self) -> None:
-        """Count what has gathered."""
+        """Count the steps that have gathered."""
         for stats in self._steps:
             self._count_step(stats)
         self._steps.clear()
@@ -237,21 +237,21 @@ class Metrics:
             self._stall.labels(*self._labels, cause).inc(length * NS)
 
     def on_output(self, gap_ns: int, service_class: str) -> None:
-        """A choice got tokens, `gap_ns` after those before."""
+        """Count tokens of a choice that came `gap_ns` after those before."""
         self.by_class.gaps.add(service_class, gap_ns)
 
     def on_first_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """The first token of a choice was handed to the connection."""
+        """Count the first token of a choice, which was handed to the connection."""
         self._ttft.observe(since_arrival_ns * NS)
         self.by_class.observe("ttft", service_class, since_arrival_ns)
 
     def on_last_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """The end of a choice that ended by stop or length was handed to the connection."""
+        """Count a choice that ended by stop or length, and whose end was handed to the connection."""
         self._e2e.observe(since_arrival_ns * NS)
         self.by_class.observe("e2e", service_class, since_arrival_ns)
 
     def on_refused(self, error: ApiError, service_class: str) -> None:
-        """A request was not served; other errors than refusals do not count."""
+        """Count a request that was refused; other errors do not count."""
         if error.status in _REFUSALS and error.code is not None:
             self.by_class.refused(service_class, error.code)
 
@@ -302,7 +302,7 @@ class Metrics:
         """All metrics as text.
 
         Args:
-            with_tenants: the reader may see their names and budgets.
+            with_tenants: the reader may see the names and budgets of tenants.
         """
         self.settle()
         whole: bytes = prometheus_client.generate_latest(self.registry)

@@ -76,10 +76,10 @@ class Pace:
 
 
 class Shared(Generic[T]):
-    """What all get who ask before it is made. It is made in the event loop, at once unless it was made just now.
+    """A result that everyone gets who asks before it is made. It is made at once, unless one was made just now.
 
     Args:
-        every_s: seconds between two.
+        every_s: the least seconds between two results.
     """
 
     def __init__(self, make: Callable[[], T], every_s: float) -> None:
@@ -88,7 +88,7 @@ class Shared(Generic[T]):
         self._made_at = 0.0
 
     async def get(self) -> T:
-        """One that is made after this call."""
+        """A result that is made after this call."""
         if self._next is None:
             self._next = asyncio.create_task(self._made())
         return await asyncio.shield(self._next)

@@ -20,7 +20,7 @@ from headway.server.schemas import LEAST, MOST, ChatBody, CompletionBody, Genera
 from headway.text.tokenizer import TextError
 
 COMPLETION_MAX_TOKENS = 16
-# Fields that are as they are in SamplingParams.
+# Fields of a body that SamplingParams takes as they are.
 _SAME_NAME = tuple(
     field.name
     for field in fields(SamplingParams)
@@ -29,10 +29,10 @@ _SAME_NAME = tuple(
 
 
 def server_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """As policy.sampling_params.sampling_defaults().
+    """The defaults that policy.sampling_params.sampling_defaults() finds, with an error for users.
 
     Raises:
-        TextError: one of them is out of its range.
+        TextError: a default is out of its range.
     """
     try:
         return sampling_defaults(generation_config)
@@ -53,7 +53,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
     given |= _of_chat(body, defaults) if isinstance(body, ChatBody) else _of_completion(body, defaults)
     if given.get("top_k", 0) > vocab_size:
-        given["top_k"] = 0  # more than the vocabulary has: all of it
+        given["top_k"] = 0  # stands for the whole vocabulary
     try:
         given["logit_bias"] = _logit_bias(body.logit_bias or {}, vocab_size)
         return SamplingParams(**given)
@@ -147,7 +147,7 @@ def fitted_params(
     prompt_field: str,
     max_tokens_field: str | None,
 ) -> SamplingParams:
-    """As policy.intake.fit_to_context(), then fit_to_class().
+    """The parameters that policy.intake.fit_to_context() and then fit_to_class() make of `params`.
 
     Raises:
         ApiError: 400 when the prompt, or prompt and output together, do not fit the context or the class.

@@ -26,7 +26,7 @@ _CLOSES = re.compile(rb"\nconnection:[^\r]*close", re.IGNORECASE)
 
 
 def health(check: Callable[[], object]) -> Response:
-    """Ready, or the error that `check` raises."""
+    """The answer that the server is ready, or the error that `check` raises."""
     try:
         check()
     except ApiError as error:
@@ -35,7 +35,7 @@ def health(check: Callable[[], object]) -> Response:
 
 
 class ProbeAnswer(NamedTuple):
-    """What is sent, and whether the connection ends with it."""
+    """The bytes that are sent, and whether the connection ends with them."""
 
     data: bytes
     ends: bool
@@ -46,7 +46,7 @@ class Probes:
 
     Args:
         check: raises ApiError where the server is not ready.
-        headers: those of every answer.
+        headers: headers that every answer has.
     """
 
     def __init__(self, check: Callable[[], object], headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:

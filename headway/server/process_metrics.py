@@ -16,7 +16,7 @@ class EngineProcessMetrics:
     """Processor time, memory and page faults of the engine process; nothing while there is none, or without /proc.
 
     Args:
-        pid: of the engine process, None while there is none.
+        pid: gives the id of the engine process, or None while there is none.
     """
 
     def __init__(self, registry: CollectorRegistry, families: Families, pid: Callable[[], int | None]) -> None:
@@ -24,7 +24,7 @@ class EngineProcessMetrics:
         registry.register(self)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Fields of /proc/PID/stat by their numbers in proc(5), from the third on, behind the name in parentheses."""
+        """Metrics from /proc/PID/stat. Fields are numbered as in proc(5); the third follows the name in parentheses."""
         try:
             fields = Path(f"/proc/{self._pid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         except OSError:

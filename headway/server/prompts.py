@@ -26,7 +26,7 @@ MAX_PROMPTS = 1024
 
 
 def as_list(given: Any) -> list[Any]:
-    """The prompts of a completion request, also where one is given without a list."""
+    """The prompts of a completion request as a list, also where one is given without a list."""
     return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
@@ -68,7 +68,7 @@ async def completion_prompts(
 
 
 def most_chars(service: Service, is_cut: bool = False) -> int:
-    """Characters that no prompt exceeds which fits the context. With `is_cut`, it need not fit."""
+    """The most characters of a prompt that fits the context, or with `is_cut` of one that need not fit."""
     longest = service.tokenizer.longest_token
     if longest is None:
         return MOST_CHARS
@@ -150,7 +150,7 @@ def truncated(prompt: TokenizedPrompt, most: int, keep_end: bool, before: int = 
 # Chats up to here are rendered at once where the template is plain; with longer texts even a plain step takes its time.
 PLAIN_CHARS = 2**15
 _NO_VARIABLES = frozenset(("tools", "messages", "add_generation_prompt", "continue_final_message"))
-CHARS_OF_A_TURN = 50  # for what a template adds around a message: many empty messages are a long text too
+CHARS_OF_A_TURN = 50  # characters that a template adds around a message: many empty messages are a long text too
 
 
 async def rendered(
@@ -164,7 +164,7 @@ async def rendered(
     """The prompt for messages, by the chat template: at once if that is known to take little, else in a process.
 
     Args:
-        most: characters of the prompt.
+        most: the most characters of the prompt.
 
     Raises:
         ApiError: 400 when the template refuses the messages, fails on them or takes too long.
@@ -185,7 +185,7 @@ async def rendered(
 
 
 def _given(variables: dict[str, Any] | None) -> dict[str, Any]:
-    """chat_template_kwargs. Raises ApiError 400 where they have what is not theirs."""
+    """The variables in chat_template_kwargs. Raises ApiError 400 where one is not allowed there."""
     for name in _NO_VARIABLES & (variables or {}).keys():
         if (variables or {})[name] not in (None, []):
             said = "tool calls are not supported yet" if name == "tools" else f"{name} is a field of its own"
@@ -245,7 +245,7 @@ def _reasoning(body: ChatFields, template: ChatTemplate) -> dict[str, Any]:
 
 
 def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:
-    """The prompts as token ids: of a system message those that all chats with it begin with.
+    """The prompts as token ids. For a system message, they are the ids that all chats with it begin with.
 
     Raises:
         TextError: naming the file and the line of a prompt that cannot be encoded.
@@ -283,7 +283,7 @@ def _as_template_message(message: Message, index: int, knows_developer: bool) ->
         if message.role != "assistant":
             path = f"messages[{index}].content"
             raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
-        content = ""  # as agents repeat an answer without text
+        content = ""  # agents repeat an answer without text like this
     elif not isinstance(content, str):
         content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
     # OpenAI's newer name for the system role; most templates know the older one only.

@@ -29,7 +29,7 @@ class QuotaJournal:
     """The journal of one server.
 
     Args:
-        path: of the file, in a folder that is there.
+        path: where the file is, in a folder that exists.
 
     Attributes:
         past: the records that the file had.
@@ -56,7 +56,7 @@ class QuotaJournal:
             ) from None
 
     def _read(self) -> list[Record]:
-        """The records. What was being written when the machine stopped is no record: it never counted."""
+        """The records of the file. What was being written when the machine stopped never counted, and is left out."""
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
         records: list[Record] = []
         for number, line in enumerate(lines[:-1], 1):
@@ -91,7 +91,7 @@ class QuotaJournal:
             logger.error("cannot write %s: %s; it is tried again", self._path, error.strerror)
 
     def _begin_anew(self, line: bytes) -> bool:
-        """Replace the file by one that has this line only; says whether that could be done."""
+        """Replace the file by one that has this line only. Returns whether that could be done."""
         try:
             write_files({self._path: line})
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
@@ -115,7 +115,7 @@ class QuotaJournal:
         self._is_dirty = True
 
     async def sync(self) -> None:
-        """Have what was written on the disk."""
+        """Get what was written onto the disk."""
         if self._is_dirty:
             self._is_dirty = False
             file = os.dup(self._file)
@@ -125,7 +125,7 @@ class QuotaJournal:
                 os.close(file)
 
     def close(self) -> None:
-        """Have all on the disk, and let another server have the file."""
+        """Get all onto the disk, and let another server have the file."""
         if self._file >= 0:
             os.fsync(self._file)
             os.close(self._file)

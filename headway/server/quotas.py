@@ -36,10 +36,10 @@ class Charge:
         self._is_settled = False
 
     def settle(self, tokens: int | None, outputs: Sequence[int] = ()) -> None:
-        """The request has used so many tokens; None where it has failed. Only the first call counts.
+        """Charge the tokens that the request has used; None where it has failed. Only the first call counts.
 
         Args:
-            outputs: lengths of those that came to their own end.
+            outputs: lengths of outputs that came to their own end.
         """
         if not self._is_settled:
             self._is_settled = True
@@ -47,16 +47,16 @@ class Charge:
 
 
 class TenantQuotas:
-    """Quotas on a clock.
+    """The quotas of all tenants on a clock, kept in a journal if wanted.
 
     Args:
-        journal: a file; empty for none.
+        journal: the journal's file; empty for none.
 
     Attributes:
-        refused: how many requests, by tenant and unit of the limit.
+        refused: how many requests were refused, by tenant and unit of the limit.
 
     Raises:
-        ValueError: as QuotaJournal.
+        ValueError: the journal cannot be kept (see QuotaJournal).
     """
 
     def __init__(self, table: TenantTable, journal: str, clock: Callable[[], int] | None = None) -> None:
@@ -72,7 +72,7 @@ class TenantQuotas:
         self.refused: Counter[tuple[str, str]] = Counter()
 
     def set_tenants(self, table: TenantTable) -> None:
-        """From now on the limits of another table."""
+        """Take the limits of another table from now on."""
         self.quotas.set_tenants(table, self.clock())
 
     async def keep(self, is_idle: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class TenantQuotas:
                 self.quotas.compact(self.clock())
 
     def close(self) -> None:
-        """No more is charged."""
+        """Close the journal; nothing is charged any more."""
         if self._journal is not None:
             self._journal.close()
 
@@ -98,7 +98,7 @@ class TenantQuotas:
             raise self._refusal(tenant, over)
 
     def reserve(self, tenant: str, prompts: list[TokenizedPrompt], params: list[SamplingParams]) -> Charge:
-        """Reserve what a request is expected to use: its prompts, and outputs as the tenant's others of late.
+        """Reserve what a request is expected to use: its prompts, and outputs as long as the tenant's latest ones.
 
         Raises:
             ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
@@ -114,7 +114,7 @@ class TenantQuotas:
         return Charge(self, made)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """What is left of a tenant's budgets, or of that of all where the tenant has no limit."""
+        """Headers that say what is left of a tenant's budgets, or where it has no limit, of the budget of all."""
         now, headers = self.clock(), dict[str, str]()
         for unit, own, of_all in zip(UNITS, self.quotas.of(tenant), self.quotas.of(TOTAL), strict=True):
             meter = own if own.limit else of_all
@@ -140,7 +140,7 @@ class TenantQuotas:
 
 
 def _duration(length_ns: int) -> str:
-    """As OpenAI writes it: 20ms, 7.25s, 6m0s; rounded up to a millisecond."""
+    """A duration as OpenAI writes it: 20ms, 7.25s, 6m0s; rounded up to a millisecond."""
     ms = math.ceil(length_ns / 1e6)
     if ms < 1000:
         return f"{ms}ms"

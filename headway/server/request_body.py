@@ -36,7 +36,7 @@ MAX_HELD = 32
 PIECE_BYTES, PAUSE_S = 2**16, 2e-5
 # Fields that may have millions of token ids.
 _IDS = ("prompt", "input", "tokens")
-_MAX_LISTS = 2**12  # of token ids
+_MAX_LISTS = 2**12  # lists of token ids in one body
 # What lists and objects may have; fields that are not here are checked where their values are used.
 _COUNTS = {
     "messages": (MAX_MESSAGES, "messages"),
@@ -52,13 +52,13 @@ class BodyReader:
     """Reads the bodies of requests.
 
     Args:
-        most_bytes: of one body.
+        most_bytes: the most bytes of one body.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._held = 0  # bytes of large bodies that are here and not yet parsed
-        # One after the other: with several, the event loop might wait for each of them.
+        # One thread parses bodies one after the other: the event loop might wait for each of several.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class BodyReader:
 
 
 def _object_in(raw: bytearray) -> dict[str, Any]:
-    """Raises ApiError 400."""
+    """The JSON object in a body's bytes. Raises ApiError 400."""
     try:
         if len(raw) <= SMALL_BYTES or _num_marks(raw) < MAX_VALUES:
             content = from_json(raw, allow_inf_nan=False)
@@ -126,7 +126,7 @@ def query_number(request: Request, name: str, default: int, most: int) -> int:
 
 
 def _num_marks(raw: bytes | bytearray) -> int:
-    """No fewer than the values in a JSON text, but for one: what begins one, also within strings."""
+    """The commas and opening brackets of a JSON text, also within strings: it has at most one value more."""
     return len(raw) - len(raw.translate(None, b",[{"))
 
 
@@ -144,7 +144,7 @@ def _outside_strings(raw: bytes | bytearray) -> Iterator[bytes]:
 
 
 def _large_object(raw: bytearray) -> Any:
-    """What is in a JSON text with many commas or brackets: those of long texts, or token ids. Raises ApiError 400."""
+    """The value of a JSON text with many commas or brackets, from long strings or token ids. Raises ApiError 400."""
     values = members = 0
     for piece in _outside_strings(raw):
         values += _num_marks(piece)
@@ -226,7 +226,7 @@ def check_body(model: type[B], content: dict[str, Any]) -> B:
 
 
 def _without_unsupported(model: type[Body], content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model; others must be of UNSUPPORTED, with a value that changes nothing."""
+    """The fields that a model has. Raises ApiError 400 for others, but not for UNSUPPORTED ones that change nothing."""
     for name in content:
         if name in UNSUPPORTED and name not in model.model_fields:
             field, value = UNSUPPORTED[name], content[name]
@@ -246,7 +246,7 @@ def _check_count(name: str, value: Any) -> None:
 
 @cache
 def _inner_models(model: type[Body]) -> dict[str, type[Body]]:
-    """Fields of a body that are, or have a list of, objects with fields of their own."""
+    """Fields of a body whose values are objects with fields of their own, or lists of such objects."""
 
     def inner(annotation: Any) -> type[Body] | None:
         if isinstance(annotation, type) and issubclass(annotation, Body):

@@ -262,13 +262,13 @@ def add_route(
     more: dict[str, Any] | None = None,
     in_schema: bool = True,
 ) -> None:
-    """Register a route on the app itself: those of a router would be built at their first request.
+    """Register a route on the app itself: routes of a router would be built at their first request.
 
     Args:
-        answer: its body, or how OpenAPI describes it.
-        failures: see errors().
+        answer: the body of its answer, or how OpenAPI describes it.
+        failures: its error answers, from errors().
         more: further keys of its description.
-        in_schema: it is described.
+        in_schema: OpenAPI describes it.
     """
     told = {200: answer if isinstance(answer, dict) else {"model": answer}, **failures}
     app.add_api_route(path, handler, methods=[method], responses=told, openapi_extra=more, include_in_schema=in_schema)

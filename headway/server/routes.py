@@ -48,14 +48,15 @@ from headway.server.service import Service
 from headway.server.serving import read, read_unless_full, serve
 
 BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, TokenizeText, TokenizeChat, DetokenizeBody)
-# Of /tokenize: as many are written at once as take less than a millisecond.
+# Token ids of /tokenize that are written at once, which takes less than a millisecond.
 TOKENS_BETWEEN_PAUSES, PAUSE_S = 1024, 2e-5
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
-# It takes some 10 ms to write the metrics.
+# Metrics are written once in so many seconds at most, as that takes some 10 ms.
 EXPOSITION_EVERY_S = 0.1
-# Enough for a prompt of 131,072 tokens with the most alternatives; some 200 MB of JSON.
+# The most entries of prompt_logprobs: enough for a prompt of 131,072 tokens with the most alternatives, and some 200 MB
+# of JSON.
 MAX_PROMPT_LOGPROBS = 3_000_000
-# Of an id of 32 digits, as many as tell requests apart in a line for people.
+# An id of 32 digits, and its first ones, which are enough to tell requests apart in a line for people.
 _LONG_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 _WORKING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
 _GENERATING = responses.errors(403) | _WORKING
@@ -96,7 +97,7 @@ class Routes:
         one = {"parameters": [responses.in_path("model_id")]}
         add("GET", "/v1/models/{model_id:path}", self.model, responses.ModelCard, responses.errors(401, 404, 503), one)
         add("GET", "/health", self.health, responses.Health, responses.errors(503))
-        for method in ("GET", "POST"):  # as SageMaker asks
+        for method in ("GET", "POST"):  # SageMaker may use either
             add(method, "/ping", self.health, {}, {}, in_schema=False)
         add("GET", "/", self.root, {}, {}, in_schema=False)
         add("GET", "/version", self.version, responses.Version, {})
@@ -136,7 +137,7 @@ class Routes:
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
     ) -> Answer | Response:
-        """The whole response, or for a stream what will make it."""
+        """The whole response, or for a stream the Answer that will make it."""
         service = self._service
         await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
@@ -175,7 +176,7 @@ class Routes:
         prompts: list[TokenizedPrompt],
         service_class: ServiceClass,
     ) -> list[SamplingParams]:
-        """The parameters for each prompt, as the context and the class allow."""
+        """The parameters for each prompt, fitted to the context and the class."""
         limit = self._service.check_ready().max_model_len
         given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None)
         prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)

@@ -38,7 +38,7 @@ class TokenIds(array):  # type: ignore[type-arg]
         return super().__new__(cls, "q")  # type: ignore[return-value]
 
     def add(self, ids: list[int]) -> None:
-        """Append ids; larger than any that fit into the array become the largest."""
+        """Append ids. Those that are too large for the array become the largest that fits."""
         if ids:
             self.lowest, self.highest = min(self.lowest, min(ids)), max(self.highest, max(ids))
             fits = self.lowest >= LEAST and self.highest <= MOST
@@ -143,7 +143,7 @@ Int = Annotated[int, Field(ge=LEAST, le=MOST)]
 
 
 def said(description: str, default: Any = None, **limits: Any) -> Any:
-    """A field as /docs describes it; `...` for a default makes it needed."""
+    """A field with its description in /docs; `...` for a default makes it required."""
     return Field(default, description=description, **limits)
 
 
@@ -392,7 +392,7 @@ class Unsupported:
     """An OpenAI field that this server does not have.
 
     Args:
-        reason: for the refusal.
+        reason: why it is refused.
         no_op: whether a value changes nothing in the answer of a server without the field, and so is taken; null always
             is. Clients send such values in every request.
     """
@@ -422,7 +422,7 @@ UNSUPPORTED = {
     "prompt_cache_retention": Unsupported("it must be a string", lambda value: isinstance(value, str)),
     "prompt_cache_options": Unsupported("a JSON object has no effect", lambda value: isinstance(value, dict)),
     "moderation": Unsupported("nothing is moderated"),
-    # Of vLLM's own fields.
+    # Fields of vLLM's own.
     **dict.fromkeys(
         ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         Unsupported(_NO_GRAMMAR),

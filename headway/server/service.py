@@ -93,7 +93,7 @@ class Service:
     # --- what may come in ---------------------------------------------------------------------------
 
     def reload_files(self) -> None:
-        """Read the files of classes and of tenants again; where one is wrong all stays as it is, as the log says."""
+        """Read the files of classes and of tenants again. If one is wrong, all stays as it is, and the log says so."""
         classes, tenants = self.classes, self.tenants
         try:
             if classes.path:
@@ -165,7 +165,7 @@ class Service:
             raise
 
     def refuse_if_full(self, tenant: str) -> None:
-        """Raise ApiError 429, or as check_ready(), when no request of a tenant can come in, whatever it asks for."""
+        """Raise ApiError when no request of a tenant can come in: 429, or what check_ready() raises."""
         with self.counting_refusals():
             self.admission.fit_to(self.check_ready())
             self.admission.refuse_if_full()
@@ -189,7 +189,7 @@ class Service:
             self._idle.set()
 
     def enlist(self, generation: Abortable) -> None:
-        """A request is about to use the engine.
+        """Note a request that is about to use the engine.
 
         Raises:
             ApiError: 503 when the time for the shutdown was up before it began.

@@ -26,7 +26,7 @@ Make = Callable[[Terms, Place], Coroutine[Any, Any, Answer | Response]]
 
 
 async def read(service: Service, request: Request, model: type[B]) -> B:
-    """The checked body. Raises ApiError."""
+    """The checked body of a request. Raises ApiError."""
     return check_body(model, await service.bodies.read(request))
 
 

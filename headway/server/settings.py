@@ -22,13 +22,14 @@ class ServerSettings:
     """Settings of the API process.
 
     Args:
-        served_model_names: answers have the first.
-        root: what the model was started with, as a folder. A request may name it, too.
-        service_classes: None has the built-in ones.
-        tenants: None has none.
-        quota_journal: as it was given; `journal` says where it is.
-        api_keys: a request needs one of them, or one of a tenant; without any, it needs none.
-        max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
+        served_model_names: names that a request may use; answers have the first.
+        root: what the model was started with, such as a folder. A request may use it as a name, too.
+        service_classes: the file of service classes; None for the built-in ones.
+        tenants: the file of tenants; None for none.
+        quota_journal: the journal's file as it was given; `journal` says where it is.
+        api_keys: a request needs one of them, or one of a tenant; where there is no key at all, it needs none.
+        max_num_queued_reqs, max_num_queued_tokens: bounds of the queue; infinite for no bound, None for bounds that
+            suit the engine's size.
         priority_allowed: requests may have a priority, as the engine's policy looks at it.
     """
 

@@ -16,7 +16,7 @@ from headway.files import cache_folder
 
 
 def _ms(elapsed_ns: int) -> str:
-    """As all times of a start are written."""
+    """A time in the form that all times of a start have."""
     return f"{elapsed_ns / 1e6:,.0f} ms" if elapsed_ns >= 500_000 else "<1 ms"
 
 
@@ -50,7 +50,7 @@ class StartupDisplay:
             self._live = None
 
     def on_template(self, can_chat: bool, said: str) -> None:
-        """Of the model's chat template: what is to be known of the one it has, or how it gets one."""
+        """Print a remark on the model's chat template, or where it has none, how to give it one."""
         self._can_chat = can_chat
         if not can_chat:
             said = f"No chat template, so chats are refused. To chat, start with {said}"
@@ -58,11 +58,11 @@ class StartupDisplay:
             self._console.print(f"{said}.")
 
     def on_server_stage(self, stage: str, elapsed_ns: int) -> None:
-        """A stage of the API process itself."""
+        """Note a stage of the API process itself that has ended."""
         self._server_ns[stage] = elapsed_ns
 
     def on_progress(self, stage: str, elapsed_ns: int) -> None:
-        """A stage of the engine has ended; or, without a time, what it is doing, of which a log gets the first."""
+        """Show a stage of the engine that has ended, or without a time what it is doing; a log gets only the first."""
         line = f"{stage.replace('_', ' ')}: {_ms(elapsed_ns)}" if elapsed_ns else stage
         if self._live is not None:
             self._live.update(Spinner("dots", Text(f"Loading {self._title} ({line})")))

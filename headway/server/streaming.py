@@ -17,7 +17,7 @@ from headway.server.settings import ServerSettings
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-# Keys of the connection's functions in a request's scope: one cuts it, one is EventWriter's `write_now`.
+# Keys of the connection's functions in a request's scope: one cuts the connection, one is EventWriter's `write_now`.
 ABORT_CONNECTION, WRITE_NOW = "headway.abort_connection", "headway.write_now"
 logger = logging.getLogger("headway.server")
 
@@ -71,7 +71,7 @@ class EventWriter:
     streams, when nothing of the server is in the processor's caches any more, that takes longer than to send.
 
     Args:
-        headers: of the answer; they go out with the first bytes.
+        headers: headers of the answer, which go out with the first bytes.
         max_buffer: bytes that may wait here, on top of those that the operating system holds.
         timeout_s: seconds that one write may wait.
         write_now: sends bytes of the body as `send` does, but at once; False where it would have to wait.

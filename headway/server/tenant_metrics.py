@@ -25,7 +25,7 @@ class TenantMetrics:
     """A collector of what quotas say.
 
     Attributes:
-        passed_over: how often choices of each tenant were.
+        passed_over: how often choices of each tenant were passed over.
     """
 
     def __init__(self, registry: CollectorRegistry, families: Families, quotas: TenantQuotas) -> None:
@@ -36,7 +36,7 @@ class TenantMetrics:
         registry.register(self)
 
     def set_tenants(self, table: TenantTable) -> None:
-        """The names that are labels from now on; all others are OTHER."""
+        """Take the names that are labels from now on; the label of all others is OTHER."""
         self.names = {DEFAULT_TENANT, *[each.name for each in table][:MOST_LABELS]}
 
     def collect(self) -> Iterable[Metric]:

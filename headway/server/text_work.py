@@ -21,7 +21,7 @@ class TextWork:
 
     Args:
         max_waiting: characters or tokens that may wait for a thread. A longer text may wait when it is the only one.
-        inline: those of work that is done at once.
+        inline: the most characters or tokens of work that is done at once.
     """
 
     def __init__(self, max_waiting: int, threads: int = THREADS, inline: int = INLINE_CHARS) -> None:
@@ -52,7 +52,7 @@ class TextWork:
             )
 
     async def finish(self, size: int, function: Callable[[], T]) -> T:
-        """As run(), for work that ends a request: it waits, however much waits before it."""
+        """The result of `function`, for work that ends a request: unlike run(), it waits however much waits already."""
         if size <= self._inline:
             return function()
         self.waiting += size

@@ -27,11 +27,11 @@ class Stamps:
     last_token_ns: int = 0
     received_ns: int = 0  # the engine's last output came
     detokenized_ns: int = 0
-    detokenizing_ns: int = 0  # a length: spent on turning all tokens into text, most of it outside the chain
+    detokenizing_ns: int = 0  # a duration: how long it took to turn all tokens into text, most of it outside the chain
 
     @property
     def ttft_ns(self) -> int:
-        """Until the first token was in the API process."""
+        """Time from the request's first byte until the API process had the first token."""
         return self.first_token_ns - self.arrived_ns
 
     def tpot_ns(self, tokens: int) -> float | None:

@@ -31,10 +31,10 @@ from headway.server.service import Service
 from headway.server.serving import read_unless_full, serve
 from headway.text.process import MOST_CHARS
 
-MAX_INPUTS = 2048  # as OpenAI
-_NOTHING = SamplingParams(temperature=0.0, max_tokens=1)  # is sampled
-PAIRS_IN_A_TURN = 64  # of the event loop; each takes some 30 us
-_BYTES_OF_AN_ENTRY = 64  # of vectors: as many are written in the time of an entry of another answer
+MAX_INPUTS = 2048  # OpenAI's limit
+_NOTHING = SamplingParams(temperature=0.0, max_tokens=1)  # nothing is sampled with these
+PAIRS_IN_A_TURN = 64  # pairs in one turn of the event loop; each takes some 30 us
+_BYTES_OF_AN_ENTRY = 64  # so many bytes of vectors are written in the time of an entry of another answer
 _ERRORS = responses.errors(400, 401, 403, 404, 408, 413, 429, 500, 503)
 
 
@@ -45,7 +45,7 @@ class VectorRoutes:
         self._service = service
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the routes; those that vLLM, Jina and Cohere have under other paths too, under all of them."""
+        """Register the routes. Those that vLLM, Jina and Cohere also have under other paths get all these paths."""
         routes: list[tuple[tuple[str, ...], Any, Any, type[RequestBody]]] = [
             (("/v1/embeddings",), self.embeddings, responses.Embeddings, EmbeddingBody),
             (("/v1/score", "/score"), self.score, responses.Scores, ScoreBody),
@@ -69,7 +69,7 @@ class VectorRoutes:
             write = partial(_embeddings, generation, self._head(body), body.encoding_format == "base64")
             return await self._answer(body, generation, write)
 
-        return await serve(service, request, body, lambda: _few(len(as_list(body.input)), "input"), make)
+        return await serve(service, request, body, lambda: _checked_count(len(as_list(body.input)), "input"), make)
 
     async def score(self, request: Request) -> Response:
         body = await read_unless_full(self._service, request, ScoreBody)
@@ -111,7 +111,7 @@ class VectorRoutes:
         fields: tuple[str, str],
         write: Callable[[list[float], Generation], dict[str, Any]],
     ) -> Response:
-        """Score documents by queries; judged together as one prompt, or by the cosine of embeddings."""
+        """Score documents by queries: each pair is judged as one prompt, or the cosine of embeddings is taken."""
         service = self._service
         judged = service.pooler.judges is not None
         try:
@@ -145,7 +145,7 @@ class VectorRoutes:
 
             return await self._answer(body, generation, encoded)
 
-        count = _few(len(asked), fields[1]) + (0 if judged else len(queries))
+        count = _checked_count(len(asked), fields[1]) + (0 if judged else len(queries))
         return await serve(service, request, body, lambda: count, make)
 
     # --- the parts ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class VectorRoutes:
     async def _judged(
         self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str, terms: Terms
     ) -> list[TokenizedPrompt]:
-        """Each pair as a prompt. Of one that is too long, the document is cut: the template's end has to stay."""
+        """Each pair as a prompt. The document of a pair that is too long is cut: the template's end has to stay."""
         most, texts = self._most_tokens(body, terms), list(texts)
         prompts = await self._rendered(body, texts, field)
         if most is None:
@@ -294,8 +294,8 @@ def _is_cut(body: RequestBody) -> bool:
     return body.truncate_prompt_tokens is not None
 
 
-def _few(count: int, field: str) -> int:
-    """Raises ApiError 400 where a request has too many texts."""
+def _checked_count(count: int, field: str) -> int:
+    """The number of texts in a field. Raises ApiError 400 where a request has too many."""
     if count > MAX_INPUTS:
         raise bad_request(f"{field} has {count} texts; at most {MAX_INPUTS} are allowed in one request", field)
     return count

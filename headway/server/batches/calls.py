@@ -43,7 +43,7 @@ class InProcess:
     """Calls the application in this process.
 
     Args:
-        service_class: gives the class of the requests.
+        service_class: gives the name of the requests' class.
     """
 
     app: ASGIApp

@@ -16,7 +16,7 @@ AGAIN_S = 1.0
 
 
 def batch_class(table: ClassTable) -> str:
-    """The class that batches are of: `offline`, or where there is none the last one."""
+    """The class of all requests of batches: `offline`, or where the table has none, its last class."""
     names = [each.name for each in table]
     return "offline" if "offline" in names else names[-1]
 
@@ -74,7 +74,7 @@ class Gaps:
                 self.inside += 1
 
     def _try_later(self) -> None:
-        """An engine that is started again makes no step by itself."""
+        """Try again after a while: an engine that is started again makes no step by itself."""
         if self._trying is None:
             self._trying = asyncio.get_running_loop().call_later(AGAIN_S, self._try)
 

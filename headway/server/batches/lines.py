@@ -30,7 +30,7 @@ class RequestLine(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What a body must not say in a batch."""
+    """Fields of a request's body that a batch checks or restricts."""
 
     model: Any = None
     stream: Any = None
@@ -39,7 +39,7 @@ class _Body(msgspec.Struct):
 
 
 class BadLine(ValueError):
-    """What is wrong with a line; the others run."""
+    """A line is wrong; the others run. The message says what is wrong."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class BadLine(ValueError):
 
 
 def parse(raw: bytes) -> RequestLine:
-    """Raises BadLine."""
+    """The request in a line. Raises BadLine."""
     try:
         line = msgspec.json.decode(raw, type=RequestLine)
         line.body = msgspec.Raw(bytes(line.body))  # else it holds the whole of what was read
@@ -60,7 +60,7 @@ def parse(raw: bytes) -> RequestLine:
 
 
 def _custom_id(raw: bytes) -> str | None:
-    """Of a line that is wrong otherwise."""
+    """The custom_id of a line that is wrong otherwise, if it can be found."""
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -70,7 +70,7 @@ def _custom_id(raw: bytes) -> str | None:
 
 
 def _body_of(line: RequestLine) -> _Body:
-    """Raises BadLine for what no request of a batch may ask for. What else is wrong the request itself is answered."""
+    """The fields that a batch checks. Raises BadLine where one is not allowed; the route answers other errors."""
     try:
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ class Checked:
     Args:
         errors: why the batch as a whole can't run.
         malformed: answers to lines that are no requests.
-        model: that the first request names.
+        model: the model that the first request names.
     """
 
     total: int = 0
@@ -111,9 +111,9 @@ def check(path: Path, endpoint: str | None, models: Collection[str] | None, most
     """Look through an input file.
 
     Args:
-        endpoint: of all its requests; None leaves that to each.
+        endpoint: the route of all its requests; None leaves that to each.
         models: names that are served; None where they are not known.
-        most: requests; None for any number.
+        most: how many requests it may have; None for any number.
     """
     checked = Checked()
     first_line_of: dict[str, int] = {}

@@ -37,7 +37,7 @@ CREATE INDEX IF NOT EXISTS ended ON batches ({_ENDED_AT});
 """
 _VERSION = 1
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-# Numbers of an OSError that says so.
+# Numbers of an OSError that says that the disk is full.
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -59,7 +59,7 @@ class Result:
 
     Args:
         answer: the line of the output or the error file, without its end.
-        tokens: of the prompt, those of them that were cached, and of the output.
+        tokens: tokens of the prompt, those of them that were cached, and tokens of the output.
     """
 
     line: int
@@ -70,7 +70,7 @@ class Result:
 
 @contextlib.contextmanager
 def _telling_when_full() -> Iterator[None]:
-    """Turns what says that the disk is full into DiskFull."""
+    """Turn errors that say that the disk is full into DiskFull."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -87,7 +87,7 @@ class Store:
     """What is kept in one data folder. Not for several threads at once.
 
     Args:
-        folder: is made if it is not there. One process at a time has it.
+        folder: the data folder, which is made if it is not there. One process at a time has it.
 
     Raises:
         StoreError: it cannot be made or written, another process has it, or it is of another version.
@@ -122,7 +122,7 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """All or nothing. What is not `durable` outlives the process, but maybe not a power failure."""
+        """Keep all changes or none. What is not `durable` outlives the process, but maybe not a power failure."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -136,7 +136,7 @@ class Store:
     # --- files --------------------------------------------------------------------------------------
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is, of one that is there."""
+        """Where the content of a file is; the file must exist."""
         return self._files / file_id
 
     @_telling_when_full()
@@ -154,7 +154,7 @@ class Store:
     def _written(
         self, owner: str, filename: str, purpose: Any, expiry_s: int
     ) -> Iterator[tuple[BinaryIO, Callable[[], FileObject]]]:
-        """A file to be written, and what adds its row, to be called within a transaction. Without a row it is gone."""
+        """A file to write, and a function that adds its row within a transaction. Without a row the file is deleted."""
         file_id, now = f"file-{secrets.token_hex(12)}", int(time.time())
         path, added = self.path(file_id), False
         try:
@@ -188,7 +188,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def file(self, owner: str, file_id: str) -> FileObject | None:
-        """None where there is none, or it is another owner's."""
+        """A batch; None where there is none, or it is another owner's."""
         self._forget_expired()
         row = self._db.execute("SELECT document FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else FileObject.model_validate_json(row[0])
@@ -217,7 +217,7 @@ class Store:
 
     @_telling_when_full()
     def delete_file(self, owner: str, file_id: str) -> bool:
-        """False where there is none. Raises InUse, DiskFull."""
+        """Delete a file. False where there is none. Raises InUse, DiskFull."""
         if self.file(owner, file_id) is None:
             return False
         if self._db.execute("SELECT 1 FROM batches WHERE is_open AND input_file_id = ?", (file_id,)).fetchone():
@@ -263,7 +263,7 @@ class Store:
             return True
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
-        """None where there is none, or it is another owner's."""
+        """A file; None where there is none, or it is another owner's."""
         row = self._db.execute("SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)).fetchone()
         return None if row is None else _batch_of(row)
 
@@ -281,7 +281,7 @@ class Store:
     def move(
         self, batch_id: str, before: Collection[str], changes: Mapping[str, Any], results: Iterable[Result] = ()
     ) -> Batch:
-        """Change a batch, and add results, if its status is one of `before`. The batch as it is then.
+        """Change a batch, and add results, if its status is one of `before`. Returns the batch as it is then.
 
         Raises:
             DiskFull: nothing has changed.

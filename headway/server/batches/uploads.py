@@ -13,7 +13,7 @@ from headway.server.batches.objects import KEPT_S, ExpiresAfter
 from headway.server.errors import ApiError, ClientGone, bad_request
 from headway.server.request_body import check_body
 
-# Of the form beside its file.
+# The most bytes of a form beside its file.
 MOST_FORM_BYTES = 2**16
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 LONGEST_NAME = 255
@@ -29,7 +29,7 @@ class Upload:
 
 
 async def read_upload(request: Request, most_bytes: int) -> Upload:
-    """The form of POST /v1/files.
+    """Read the form of POST /v1/files.
 
     Raises:
         ApiError: 400 naming the field at fault; 413 for a file of more than `most_bytes`.

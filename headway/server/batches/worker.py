@@ -23,7 +23,7 @@ from headway.server.batches.store import DiskFull, Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Answers that say that the same request may be answered otherwise later.
+# Statuses that say that the same request may be answered otherwise later.
 REFUSALS = (429, 503)
 MOST_PAUSE_S = 60.0
 FULL_DISK_PAUSE_S = 5.0
@@ -39,7 +39,7 @@ class Run:
     """A batch that is not finished.
 
     Attributes:
-        batch: as it was last changed, but for its counts.
+        batch: the batch as it was last changed, but for its counts.
         left: requests without an answer.
     """
 
@@ -49,12 +49,12 @@ class Run:
         self.left = 0
         self.inside = 0
         self.cancelled = asyncio.Event()
-        self.refused: deque[tuple[int, RequestLine]] = deque()  # to be sent again
+        self.refused: deque[tuple[int, RequestLine]] = deque()  # requests to send again
         self.changed = asyncio.Event()
-        self._waits_until = 0.0  # of time.monotonic()
+        self._waits_until = 0.0  # on the clock of time.monotonic()
 
     def refuse(self, number: int, line: RequestLine, reply: Reply) -> None:
-        """A request was not let in: send it again, and nothing before the time that the answer gives."""
+        """Take back a request that was not let in, and send nothing before the time that the answer gives."""
         self.refused.append((number, line))
         given = reply.headers.get("retry-after", "")
         seconds = min(max(1.0, float(given)), MOST_PAUSE_S) if given.isdecimal() else 1.0
@@ -74,7 +74,7 @@ class Batches:
         is_mixed: each line chooses its endpoint, any number of lines may come, and errors stand among the answers.
 
     Attributes:
-        runs: by id.
+        runs: batches that are not finished, by id.
         results: how many requests were answered, as `completed` and `failed`, and how often one was `refused`.
     """
 
@@ -110,7 +110,7 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is, of one that is there."""
+        """Where the content of a file is; the file must exist."""
         return self._store.path(file_id)
 
     # --- what is asked for --------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Batches:
         return batch
 
     async def cancel(self, owner: str, batch_id: str) -> Batch | None:
-        """Cancel a batch where it can be. The batch as it is then; None where there is none. Raises DiskFull."""
+        """Cancel a batch where it can be. Returns the batch as it then is, or None without one. Raises DiskFull."""
         if await self.run(Store.batch, owner, batch_id) is None:
             return None
         now = int(time.time())
@@ -158,7 +158,7 @@ class Batches:
         task.add_done_callback(ended)
 
     async def _persist(self, method: Callable[Concatenate[Store, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """run(), for what must not be lost: while the disk is full it waits for room."""
+        """What run() does, for what must not be lost: while the disk is full it waits for room."""
         while True:
             try:
                 return await self.run(method, *args, **kwargs)
