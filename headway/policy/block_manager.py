@@ -152,6 +152,8 @@ class BlockManager:
         swapped = sequence.swapped
         if swapped is None or swapped.computed <= known.length * self._blocks.block_size:
             return None
+        if self._blocks.checkpoints is not None:  # the host has no states
+            return None
         has_all = swapped.first <= known.whole or len(self._windowed) == len(self._groups)
         return swapped if has_all else None
 

@@ -14,9 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from headway.cost.requests import USUAL, Limits, RequestShape
 from headway.cost.timing import Deployment
@@ -30,7 +28,12 @@ from headway.simulator.server import NO_LIMITS, Server
 from headway.simulator.timing import Predicted, Staged
 from headway.simulator.traffic import Arrival, arrival
 
-Ints = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
+
 PERCENTILES = (50, 90, 99)
 MOST_FOLLOWED = 256  # clients; of more, each stands for several
 MOST_SEATS = 128  # of a saturated server, whose rate is all that is asked for
@@ -80,6 +83,8 @@ def closed_loop(
         ramp_s: some let clients begin one after the other, over so long, and do not count what ends in that time.
         stands_for: prompts but the first and the last of each client count so many times, as if there were more.
     """
+    import numpy as np  # not at the top: `--help` reads the planner's limits, and does without
+
     alike = -(-clients // MOST_FOLLOWED)
     clients, prompts = -(-clients // alike), -(-prompts // alike)
     first = min(clients, prompts)
@@ -201,6 +206,8 @@ class _Run:
         Args:
             times: that each one counts, of all that have ended; of shape [ended].
         """
+        import numpy as np
+
         counted, now = self.ended[skip:], self.ended[-1].ended_ns
         since_ns = self.ended[skip - 1].ended_ns if skip else 0
         rate = len(counted) / (now - since_ns) if now > since_ns else len(self.ended) / now
@@ -222,6 +229,8 @@ class _Run:
 
     def _busy(self, since_ns: int) -> tuple[float, int]:
         """Sequences in an average step of all lanes together since then, and for how long some lane had one."""
+        import numpy as np
+
         logs = [lane.steps for lane in self._lanes]
         began, ended, took_part, held = (
             np.concatenate([np.array(getattr(log, name)) for log in logs])

@@ -16,10 +16,17 @@ from headway.cost.precision import Precision
 from headway.cost.values import ModelError
 from headway.cost.work import step_work
 from headway.engine.memory import bytes_per_block, zero_caches
-from headway.kernels import kernels_for
+from headway.kernels import cpu_choice, kernels_for
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model
 from tests.engine.models import TINY_GEMMA4, TINY_LLAMA
+
+
+@pytest.fixture(autouse=True)
+def on_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for matrix tiles are filled up to whole tiles, which plans do not count; in real models most are whole."""
+    monkeypatch.setattr(cpu_choice, "has_matrix_tiles", lambda: False)
+
 
 RAW = TINY_LLAMA | TINY_GEMMA4
 # The first two of 4 layers have a cache: keys and values of 2 heads of 16, and of 2 of 32.

@@ -19,7 +19,7 @@ from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_QUANTIZATIONS, Pre
 from headway.cost.values import ConfigValues
 from headway.cost.work import Operation, step_work
 from headway.engine.memory import bytes_per_block, zero_caches
-from headway.kernels import kernels_for
+from headway.kernels import cpu_choice, kernels_for
 from headway.kernels.cpu import CpuKernels
 from headway.kernels.cpu_linear import PackedLinear
 from headway.kernels.cpu_memory import LargePages
@@ -35,6 +35,13 @@ from tests.kernels.grouped import random_weight
 from tests.models import tiny
 from tests.models.packed_files import float_quantized, int_quantized, pack_quantized
 from tests.models.test_grouped_checkpoints import save
+
+
+@pytest.fixture(autouse=True)
+def on_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for matrix tiles are filled up to whole tiles, which plans do not count; in real models most are whole."""
+    monkeypatch.setattr(cpu_choice, "has_matrix_tiles", lambda: False)
+
 
 # Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
 CONFIG = {

@@ -137,7 +137,7 @@ def test_sliding_windows_change_the_logits(models, case):
     assert any(cache.window for cache in windowed.config.caches)
     for layer in windowed.weights.layers:
         layer.mixer.cache = dataclasses.replace(layer.mixer.cache, window=None)
-    unlimited = whole(windowed, PROMPTS)
+    unlimited = whole(with_config(windowed), PROMPTS)
     assert worst(whole(decoder(models(case)[1]), PROMPTS), unlimited) > 0.05
 
 
