@@ -66,8 +66,8 @@ def own_file(output: Path) -> Path:
 def save(report: dict[str, Any], output: Path) -> None:
     """Write it whole or not at all; paths in it are shortened."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1)
-    text = text.replace(str(RESULTS.parent.parent) + "/", "").replace(str(Path.home()), "~") + "\n"
+    text, root = json.dumps(report, indent=1), str(RESULTS.parent.parent)
+    text = text.replace(f'"{root}"', '"."').replace(f"{root}/", "").replace(str(Path.home()), "~") + "\n"
     write_files({output: text.encode()})
 
 

@@ -57,6 +57,9 @@ def test_a_result_of_another_processor_is_left_alone(tmp_path: Path, monkeypatch
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     output = tmp_path / "new" / "result.json"
+    checkout = str(machine.RESULTS.parent.parent)
+    machine.save({"checkout": checkout, "file": f"{checkout}/x"}, output)
+    assert json.loads(output.read_text()) == {"checkout": ".", "file": "x"}
     machine.save({"log": str(Path.home() / "x")}, output)
     with pytest.raises(TypeError):
         machine.save({"log": object()}, output)
