@@ -136,11 +136,7 @@ def build_engine(
     with stages.timed("warm_up"):
         sizes = pool.num_blocks, config.block_size
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
-        try:
-            runner.capture()
-        except RuntimeError as error:
-            text = " ".join(str(error).split("\n")[0].split())
-            raise EngineError(f"decode steps cannot be made CUDA graphs: {text}; start with --enforce-eager") from error
+        _capture(runner)
     core, left_out = EngineCore(scheduler, runner), []
     if config.preloaded:
         with stages.timed("preload"):
@@ -237,6 +233,15 @@ def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
         for sequence, _ in scheduler.complete(plan, outcome.tokens, outcome.times):
             if sequence.finish_reason is not None:
                 runner.forget(sequence.seq_id)
+
+
+def _capture(runner: Runner) -> None:
+    """Capture the graphs of decode steps. Raises EngineError where the device refuses."""
+    try:
+        runner.capture()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
 def _device(name: str) -> torch.device:

@@ -15,14 +15,18 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 class GraphMemory:
-    """Captures graphs, which use the same memory one after the other."""
+    """Captures graphs that share their memory, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What launches again the kernels of run(), none of which has run yet, and where its result then is."""
+        """Capture the kernels of run() without running them.
+
+        Returns:
+            A function that launches them all, and the tensor in which their result then is.
+        """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
@@ -42,10 +46,11 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of kernels that have the same seen experts.
+    """The graphs of a CudaKernels, one for each key.
 
     Args:
-        capture: as GraphMemory.
+        seen: counts mixtures of experts, which a replay must count again.
+        capture: makes a graph, as GraphMemory does.
     """
 
     def __init__(self, seen: Seen, capture: Capture) -> None:
@@ -54,7 +59,7 @@ class Graphs:
         self._graphs: dict[Hashable, _Graph] = {}
 
     def repeat(self, key: Hashable, run: Callable[[], Tensor]) -> Tensor:
-        """The result of run(): called as it is the first time, when kernels are compiled, and then made a graph."""
+        """Return the result of run(). The first call runs it and compiles kernels; the second makes the graph."""
         if key not in self._ran:
             self._ran.add(key)
             return run()

@@ -192,8 +192,8 @@ class Decoder:
     """A model on a device: token ids in, hidden states out, and logits for the rows that need them.
 
     It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and addresses depend
-    only on the sizes of a step, and nothing but a mixture of experts on a GPU waits for the device, so a step can be
-    captured in a graph where the kernels allow it. Call under torch.inference_mode() for the least dispatch time.
+    only on the sizes of a step, and nothing waits for the device but the mixtures of the reference kernels, so a step
+    can be captured in a graph where the kernels allow it. Under torch.inference_mode() dispatch takes least time.
 
     Args:
         max_model_len: positions to prepare tables for; None takes the config's max_model_len. Without attention sinks,

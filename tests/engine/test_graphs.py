@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway import LLM, SamplingParams
+from headway.engine import build
+from headway.engine.config import EngineConfig
 from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
+from headway.engine.runner import Runner
 from headway.kernels.cuda import CudaKernels
 from headway.kernels.cuda_experts import Seen
 from headway.kernels.cuda_graphs import Graphs
@@ -147,6 +151,33 @@ def test_a_step_is_run_then_captured_then_only_replayed() -> None:
     assert seen.known == RoutingCounts(mixtures=4, pairs=24)
     graphs.repeat("another", run)
     assert calls[6:] == ["run"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_enforce_eager_reaches_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    asked: list[bool] = []
+
+    def runner(*given: object, graphs: bool) -> Runner:
+        asked.append(graphs)
+        return Runner(*given, graphs=graphs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build, "Runner", runner)
+    settings = EngineConfig(model=write_config(tmp_path), load_format="dummy", device="cpu", enforce_eager=eager)
+    engine = build.build_engine(replace(settings, kv_cache_memory=1 << 20, max_model_len=64, num_threads=1))
+    assert asked == [not eager]
+    assert engine.runner.decodes is None, "a CPU has no graphs"
+
+
+def test_a_device_that_refuses_graphs_ends_the_start_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Runner) -> None:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(Runner, "capture", refuse)
+    settings = EngineConfig(model=write_config(tmp_path), load_format="dummy", device="cpu", kv_cache_memory=1 << 20)
+    with pytest.raises(build.EngineError, match=r"graphs: operation not permitted; start with --enforce-eager$"):
+        build.build_engine(replace(settings, max_model_len=64, num_threads=1))
 
 
 @pytest.mark.gpu
