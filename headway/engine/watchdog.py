@@ -61,21 +61,20 @@ class Watchdog:
             loads: it is starting, which may take any time; then it only counts that it is stopped.
         """
         self.stalled_s = waited = 0.0
-        steps, before, had_ns = self.steps, time.monotonic(), 0.0
+        steps, before, had_s, had_work = self.steps, time.monotonic(), 0.0, False
         try:
             while waited <= 2 * self.limit_s:
                 pause = min(_LOOKS_EVERY_S, self.limit_s / _LOOKS_IN_LIMIT)
                 await asyncio.sleep(pause)
                 now, loading = time.monotonic(), loads()
                 passed, before = min(now - before, 2 * pause), now
-                if self.steps != steps or not (loading or has_work()):
-                    steps, waited, had_ns = self.steps, 0.0, _main_thread(pid)[1]
+                state, has_s = _main_thread(pid)
+                may_wait, had_work = had_work, loading or has_work()  # work may have come just before this look
+                if self.steps != steps or not (may_wait and had_work) or (loading and state not in _STOPPED):
+                    steps, waited = self.steps, 0.0
                 else:
-                    state, has_ns = _main_thread(pid)
-                    if state in _WANTS_TO_RUN:
-                        passed = min(passed, has_ns - had_ns)
-                    waited = 0.0 if loading and state not in _STOPPED else waited + passed
-                    had_ns = has_ns
+                    waited += min(passed, has_s - had_s) if state in _WANTS_TO_RUN else passed
+                had_s = has_s
                 self.stalled_s = waited if waited > self.limit_s else 0.0
             self._fired.append(time.monotonic())
             what = "was stopped while it loaded" if loading else "had requests and ended no step"

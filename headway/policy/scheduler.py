@@ -187,7 +187,7 @@ class Scheduler:
             return 0.0
         tokens, seats, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
         work = StepWork(tokens, seats, pairs(max(0, length - tokens), tokens), seats * length)
-        return step_time.predict_ns(work)
+        return step_time.most_ns(work)
 
     def _budget_beside(self, decodes: StepWork, slack_ns: float) -> StepBudget:
         """What a step with these decodes has left for prompts.

@@ -140,6 +140,15 @@ class StepTimeModel:
         )
         return 1e6 * self._pace * max(0.0, milliseconds)
 
+    def most_ns(self, work: StepWork) -> float:
+        """The expected nanoseconds of much more work than was ever measured, where no part may seem to save time.
+
+        Costs that few steps tell apart are noise around zero. So far beyond what was measured, a negative one would
+        outweigh all others.
+        """
+        costs = zip(self._milliseconds, work.features(), strict=True)
+        return 1e6 * self._pace * sum([max(0.0, cost) * size for cost, size in costs])
+
     def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:
         """Nanoseconds of a prompt's token, with its row of logits or without, and of a query-key pair."""
         _, token, _, pair, _, row = self._milliseconds

@@ -78,6 +78,18 @@ def test_time_in_which_nobody_ran_does_not_count(monkeypatch: pytest.MonkeyPatch
     assert clock() - began >= 1.5 * LIMIT_S
 
 
+def test_time_counts_from_when_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes just before a look does not make the pause before it one in which a step should have ended."""
+    dog, looks = Watchdog(LIMIT_S), iter(range(10**6))
+    monkeypatch.setattr(watchdog, "_main_thread", lambda pid: ("S", 0.0))
+    monkeypatch.setattr(watchdog, "_LOOKS_IN_LIMIT", 0.25)  # one pause is longer than what ends an engine
+
+    async def watched() -> tuple[str, int]:
+        return await dog.watch(os.getpid(), lambda: next(looks) > 0, lambda: False), next(looks)
+
+    assert asyncio.run(watched())[1] == 3, "no work, new work, work that waited"
+
+
 def test_steps_that_end_are_what_counts() -> None:
     async def run() -> tuple[str | None, list[float]]:
         dog, stalled = Watchdog(LIMIT_S), list[float]()

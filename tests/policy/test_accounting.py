@@ -85,6 +85,16 @@ def test_the_step_time_model_learns_a_linear_machine() -> None:
         assert LEARNT.predict_ns(work) == pytest.approx(linear_time(work), rel=0.1)
 
 
+def test_decodes_that_happen_to_get_faster_do_not_promise_that_full_steps_take_no_time() -> None:
+    """An engine's first stream: its context grows while the machine warms up, so context seems to save time."""
+    model = StepTimeModel()
+    for number in range(200):
+        model.observe(StepWork(0, 1, 0, 10 + number), 3_000_000 - 2_000 * number)
+    full = StepWork(2_048, 256, 10_000_000, 256 * 1_024)
+    assert model.predict_ns(full) == 0.0
+    assert 3_000_000 < model.most_ns(full) < 1e9
+
+
 def test_the_step_time_model_follows_a_machine_that_slows_down() -> None:
     rng, model = random.Random(2), StepTimeModel()
     for factor in (1, 2):
