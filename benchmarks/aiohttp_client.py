@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 
 
 class AiohttpClient:

@@ -34,7 +34,7 @@ from benchmarks.machine import RESULTS, keep
 from benchmarks.overload import put
 from benchmarks.servers import CHECKPOINTS, MODEL, Server, Settings, running
 from benchmarks.weights import write_weights
-from headway.bench.measures.slo import missed_objectives
+from headway.load.measures.slo import missed_objectives
 from headway.text.tokenizer import Tokenizer
 
 OBJECTIVES = {"interactive": {"ttft": 1000.0, "tpot": 100.0}}

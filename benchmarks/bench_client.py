@@ -36,10 +36,10 @@ import numpy as np
 import uvloop
 
 from benchmarks.machine import about, own_file, save
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.request import PlannedRequest, Prompt
 
 HERE = Path(__file__).parent
 GAP_MS = 50

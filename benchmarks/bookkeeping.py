@@ -20,17 +20,17 @@ from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.models.config import ModelConfig
-from headway.policy.accounting import StepTimes
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.policies import POLICIES
-from headway.policy.request import Request
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import BUILT_IN
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.policies import POLICIES
+from headway.policy.step.request import Request
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 
 STEP_NS, TOKEN_NS = 8_000_000, 10_000  # times on the scheduler's virtual clock
 CONFIG = {

@@ -36,12 +36,12 @@ from benchmarks.served import Losses
 from benchmarks.servers import CHECKPOINTS, MODEL, Server, Settings, running
 from benchmarks.steal import stolen_seconds
 from benchmarks.weights import write_weights
-from headway.bench.measures.latencies import Floats, Latencies
-from headway.bench.measures.slo import missed_objectives
-from headway.bench.measures.throughput import window_rates
-from headway.bench.record import RunResult
 from headway.bench.results import load_json
-from headway.bench.workload.mix import load_mix
+from headway.load.measures.latencies import Floats, Latencies
+from headway.load.measures.slo import missed_objectives
+from headway.load.measures.throughput import window_rates
+from headway.load.record import RunResult
+from headway.load.workload.mix import load_mix
 
 MIXES = Path(__file__).parent / "mixes"
 SLO, FCFS = "headway slo", "headway fcfs"

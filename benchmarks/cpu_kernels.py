@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.interface import LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import Weight

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import RESULTS, about, save
-from headway.bench.workload.traces import read_mooncake
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.service_class import BUILT_IN
+from headway.load.workload.traces import read_mooncake
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import BUILT_IN
 
 SHARE = 0.5  # share of the pool that is kept for the conversations of `share`
 HELD = 8  # requests that hold their blocks at once

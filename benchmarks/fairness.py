@@ -28,8 +28,8 @@ from benchmarks.machine import RESULTS, keep
 from benchmarks.overload import put
 from benchmarks.servers import CHECKPOINTS, Server, Settings, running
 from benchmarks.weights import write_weights
-from headway.bench.record import RequestRecord, RunResult
-from headway.tenant_file import key_digest
+from headway.config_files.tenants import key_digest
+from headway.load.record import RequestRecord, RunResult
 
 TENANTS = ("quiet", "flood")
 # Each with its policy, and whether tenants take turns.

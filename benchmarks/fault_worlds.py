@@ -11,29 +11,29 @@ from typing import Any
 
 import msgspec
 
-from headway.class_file import parse_class_file
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.policies import POLICIES
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.quota import Quotas
-from headway.policy.request import Status
-from headway.policy.routing import ROUTERS
-from headway.policy.scaling import Scaler, ScalingRule
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import BUILT_IN, ClassTable
-from headway.policy.slo import first_of_ranks
-from headway.policy.step_time import StepWork
-from headway.policy.swap import SwapSpace
-from headway.policy.tenants import NO_TENANTS, TenantTable
+from headway.config_files.classes import parse_class_file
+from headway.config_files.tenants import parse_tenant_file
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.admission.quota import Quotas
+from headway.policy.admission.tenants import NO_TENANTS, TenantTable
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.swap import SwapSpace
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.scaling import Scaler, ScalingRule
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable
+from headway.policy.objectives.slo import first_of_ranks
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.policies import POLICIES
+from headway.policy.step.request import Status
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import EngineDied
 from headway.simulator.engine import Host
 from headway.simulator.fleet import ROLES, Failure, Fleet, Handover, Replica, Scaling
 from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival, arrival, made_prompt
-from headway.tenant_file import parse_tenant_file
 
 MS, SECOND, HOUR = 1_000_000, 1_000_000_000, 3_600_000_000_000
 CHECKED_EVERY = 20  # steps

@@ -34,8 +34,8 @@ import msgspec
 from benchmarks.fault_worlds import HOUR, SteppingQuotas, Violation, World
 from benchmarks.machine import about, save
 from headway.bench.client.load import collector_off
-from headway.policy.quota import MINUTE_US, TOTAL, Quotas, Record
-from headway.policy.request import FinishReason
+from headway.policy.admission.quota import MINUTE_US, TOTAL, Quotas, Record
+from headway.policy.step.request import FinishReason
 from headway.simulator.answers import Answer, Stuck
 from headway.simulator.server import Server
 from headway.simulator.traffic import Arrival

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cpu_kernels import BLOCK_SIZE, DTYPE, HEADS, KV_HEADS, WIDTH, copies_of, interleaved, step
 from benchmarks.machine import RESULTS, about, save
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 
 RUNS = (1, 4, 16)
 CASES = ((16, 1024), (1, 16_384), (64, 512))  # sequences, tokens of context

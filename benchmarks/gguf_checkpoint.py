@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.checkpoint import SHAPES
 from benchmarks.weights import CHECKPOINTS, read_weights, write_weights
-from headway.models.gguf_names import TENSORS
+from headway.models.gguf.names import TENSORS
 
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9  # types of values
 _F32, _BF16 = 0, 30  # types of tensors

@@ -22,7 +22,7 @@ from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 
 DTYPE = "bfloat16"
 BLOCK = 16

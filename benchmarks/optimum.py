@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, about, own_file, save
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
-from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.step_time import StepTimeModel, StepWork
 from headway.simulator.answers import Answer
 from headway.simulator.server import simulate
 from headway.simulator.traffic import arrival

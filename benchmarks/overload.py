@@ -28,9 +28,9 @@ from benchmarks.machine import RESULTS, keep
 from benchmarks.processes import Died
 from benchmarks.servers import CHECKPOINTS, MODEL, Server, Settings, running
 from benchmarks.weights import write_weights
-from headway.bench.measures.slo import missed_objectives
-from headway.bench.record import RequestRecord, RunResult
 from headway.bench.results import load_json
+from headway.load.measures.slo import missed_objectives
+from headway.load.record import RequestRecord, RunResult
 
 MIX = MIXES / "overload.toml"
 CLASSES = """[[class]]

@@ -18,8 +18,8 @@ import torch
 from headway.engine.sampler import Sampler
 from headway.kernels import kernels_for
 from headway.kernels.interface import Draw
-from headway.policy.plan import SequenceState
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.plan import SequenceState
+from headway.policy.step.sampling_params import SamplingParams
 
 CASES: dict[str, dict[str, float | int]] = {
     "greedy": {"temperature": 0.0},

@@ -30,7 +30,7 @@ from benchmarks.perplexity import mean_logs, read, row
 from benchmarks.weights import CHECKPOINTS
 from headway import LLM, SamplingParams
 from headway.bundled import NAME, STORY
-from headway.kernels.cpu_linear import PackedLinear
+from headway.kernels.cpu.linear import PackedLinear
 from headway.models.decoder import AttentionWeights, DenseMLP
 from headway.quantize.calibration import Calibration, windows, written
 from headway.quantize.run import quantize

@@ -17,8 +17,8 @@ from functools import partial
 
 import numpy as np
 
-from headway.bench.measures.search import SearchOptions, find_max_rate
-from headway.bench.measures.trials import ProbeOutcome
+from headway.load.measures.search import SearchOptions, find_max_rate
+from headway.load.measures.trials import ProbeOutcome
 
 RATE = 10.0  # requests/s; one block of the search is then ten requests
 PROBE = 400  # requests, as of `headway bench`

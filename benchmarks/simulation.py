@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.machine import about, save
 from headway.bench.client.load import collector_off
-from headway.engine.config import SchedulingOptions
-from headway.policy.routing import ROUTERS
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.fleet import Fleet

@@ -27,10 +27,10 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
-from headway.policy.plan import StepPlan
-from headway.policy.request import Sequence
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.swap import SwapSpace
+from headway.policy.cache.swap import SwapSpace
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence
+from headway.policy.step.sampling_params import SamplingParams
 
 LONGEST = {"story": 896}
 OUTPUT = 64

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringRequestOutput,
     )
-    from headway.policy.sampling_params import SamplingParams
+    from headway.policy.step.sampling_params import SamplingParams
 
 _HOMES = {
     "LLM": "headway.llm",
@@ -35,7 +35,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "headway.llm",
     "ScoringRequestOutput": "headway.llm",
     "RequestOutput": "headway.llm",
-    "SamplingParams": "headway.policy.sampling_params",
+    "SamplingParams": "headway.policy.step.sampling_params",
 }
 
 

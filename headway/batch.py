@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headway.bench.client import asker
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.http_client import HttpClient
-from headway.bench.errors import BenchError
 from headway.engine.client import EngineDead
 from headway.engine.config import EngineConfig
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
 from headway.server.app import create_app
 from headway.server.batches import lines
 from headway.server.batches.calls import Gate, InProcess, Post, Reply

@@ -63,7 +63,7 @@ NO_SERVER = frozenset({"fastapi", "starlette", "uvicorn"})
 TEST_ONLY = frozenset({"transformers", "openai", "pytest", "hypothesis"})
 
 ROOMS = {
-    "policy": Room(ours={"policy"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
+    "policy": Room(ours={"policy", "flags"}, packages={"msgspec"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "cost": Room(ours={"cost", "policy"}, packages={"msgspec", "numpy"}, forbidden=frozenset(CLOCKS_AND_IO)),
     "calibration": Room(
         ours={"calibration", "cost", "policy", "models", "kernels", "engine", "bundled", "files", "installation"},
@@ -84,11 +84,8 @@ ROOMS = {
             "server",
             "text",
             "policy",
-            "choices",
-            "pooling",
-            "class_file",
-            "preload_file",
-            "tenant_file",
+            "outputs",
+            "config_files",
             "files",
             "engine.client",
             "engine.messages",
@@ -100,8 +97,7 @@ ROOMS = {
     "llm": Room(
         ours={
             "llm",
-            "choices",
-            "pooling",
+            "outputs",
             "engine.client",
             "engine.config",
             "engine.core",
@@ -125,11 +121,14 @@ ROOMS = {
             "engine.memory",
             "flags",
             "llm",
-            "policy.sampling_params",
+            "policy.step.sampling_params",
             "text.tokenizer",
         },
         forbidden=NO_SERVER,
     ),
+    "outputs": Room(ours={"outputs", "text", "policy", "engine.messages"}, forbidden=NO_DEVICE | NO_SERVER),
+    "config_files": Room(ours={"config_files", "policy", "files"}, forbidden=NO_DEVICE | NO_SERVER),
+    "load": Room(ours={"load", "policy", "cost.price", "flags", "text.tokenizer"}, forbidden=NO_DEVICE | NO_SERVER),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
     "planner": Room(
@@ -143,11 +142,10 @@ ROOMS = {
             "engine.config",
             "flags",
             "models.gguf",
-            "models.gguf_config",
-            "policy.objectives",
-            "policy.kv_groups",
-            "policy.sizing",
-            "policy.step_budget",
+            "policy.objectives.objectives",
+            "policy.cache.kv_groups",
+            "policy.cache.sizing",
+            "policy.step.step_budget",
             "simulator.serving",
         },
         forbidden=NO_DEVICE | NO_SERVER,
@@ -158,9 +156,8 @@ ROOMS = {
             "policy",
             "cost",
             "bench",
-            "class_file",
-            "tenant_file",
-            "toml_file",
+            "load",
+            "config_files",
             "engine.config",
             "files",
             "flags",
@@ -295,11 +292,11 @@ def test_who_decides_calls_nothing_outside() -> None:
         ("policy", "from ..engine import messages"),
         ("policy", "def late():\n    import uvicorn"),
         ("cost", "import torch.nn"),
-        ("models", "from headway.policy.request import Sequence"),
+        ("models", "from headway.policy.step.request import Sequence"),
         ("models", "from headway.cost.timing import Deployment"),
         ("kernels", "import headway.server"),
         ("text", "import torch"),
-        ("text", "from headway.policy.request import Sequence"),
+        ("text", "from headway.policy.step.request import Sequence"),
         ("engine", "from headway.text.tokenizer import Tokenizer"),
         ("server", "from headway.engine.runner import Runner"),
         ("server", "import torch"),
@@ -314,10 +311,10 @@ def test_forbidden_import_is_found(room: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("room", "line"),
     [
-        ("policy", "import math, msgspec\nfrom headway.policy.request import Sequence\nfrom . import ledger"),
+        ("policy", "import math, msgspec\nfrom headway.policy.step.request import Sequence\nfrom . import ledger"),
         ("models", "from headway.kernels.interface import Kernels\nimport torch"),
         ("server", "from headway.engine import messages\nfrom headway.engine.client import EngineClient"),
-        ("bench", "from headway.policy.ledger import Ledger"),
+        ("bench", "from headway.policy.step.ledger import Ledger"),
     ],
 )
 def test_permitted_import_is_let_through(room: str, line: str) -> None:
@@ -353,7 +350,7 @@ def test_light_modules_start_without_torch() -> None:
         "            sys.exit(f'{name} imports {heavy}, directly or by way of another module')\n"
     )
     names = light_modules()
-    assert {"headway.policy.request", "headway.server.app"} <= set(names)
+    assert {"headway.policy.step.request", "headway.server.app"} <= set(names)
     ran = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, cwd=REPOSITORY)
     assert ran.returncode == 0, ran.stderr
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headway.choices import Choice, TokenizedPrompt
 from headway.engine.messages import SequenceOutput, TokenLogprobs
-from headway.policy.sampling_params import SamplingParams
+from headway.outputs.choices import Choice, TokenizedPrompt
+from headway.policy.step.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import save_chat_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.class_file import read_class_file
+from headway.config_files.classes import read_class_file
 
 GOOD = """\
 default = "chat"

@@ -13,7 +13,7 @@ import typer.main
 import yaml
 
 from headway.cli import serve
-from headway.server.edge import OPEN_PATHS
+from headway.server.edge.edge import OPEN_PATHS
 from headway.server.settings import ServerSettings
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headway.choices import TokenizedPrompt
-from headway.policy.pooling import PoolingParams
-from headway.pooling import Pooler, cosine, judged_messages, pairs, relevance
+from headway.outputs.choices import TokenizedPrompt
+from headway.outputs.pooling import Pooler, cosine, judged_messages, pairs, relevance
+from headway.policy.step.pooling import PoolingParams
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
 from tests.text.tiny_tokenizers import save_chat_model

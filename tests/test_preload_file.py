@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.preload_file import read_preload_file
-from headway.server.prompts import preloaded
+from headway.config_files.preload import read_preload_file
+from headway.server.api.prompts import preloaded
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
 from tests.text.tiny_tokenizers import save_chat_model

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.class_file import read_class_file
-from headway.policy.service_class import BUILT_IN
-from headway.policy.tenants import Limits, Tenant
-from headway.tenant_file import Access, key_digest, read_tenant_file
+from headway.config_files.classes import read_class_file
+from headway.config_files.tenants import Access, key_digest, read_tenant_file
+from headway.policy.admission.tenants import Limits, Tenant
+from headway.policy.objectives.service_class import BUILT_IN
 from tests.planner.command_line import CommandLine
 
 DIGEST = hashlib.sha256(b"sk-night").hexdigest()

@@ -45,8 +45,8 @@ def test_the_wheel_has_every_file_of_the_package() -> None:
     assert {
         *(
             "headway/py.typed",
-            "headway/kernels/cpu.py",
-            "headway/kernels/cuda.py",
+            "headway/kernels/cpu/kernels.py",
+            "headway/kernels/cuda/kernels.py",
             "headway/text/templates/chatml.jinja",
         ),
         *("headway/bundled/story/model.safetensors", "headway/cost/tables/models.toml", "headway/report/page.html.j2"),

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.formats import EXPERT_FORMATS, FORMATS, TOKENS, Experts, Format
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
-from headway.kernels.cuda import CudaKernels
+from headway.kernels.cuda.kernels import CudaKernels
 from headway.kernels.interface import LayerCache, LayerState, SinkQueries, Span
 from headway.kernels.weights import SILU, DeltaRule
 

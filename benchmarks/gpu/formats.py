@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.gpu.limits import GIB, random
 from benchmarks.gpu.part import Flaw, Machine, Row, Tasks
-from headway.kernels.cuda import CudaKernels
-from headway.kernels.cuda_experts import CudaMixture
-from headway.kernels.cuda_packed import Packed, pack
-from headway.kernels.cuda_product import multiply
+from headway.kernels.cuda.experts import CudaMixture
+from headway.kernels.cuda.kernels import CudaKernels
+from headway.kernels.cuda.packed import Packed, pack
+from headway.kernels.cuda.product import multiply
 from headway.kernels.weights import CLAMPED, Groups, Product, Weight
 
 Measure = Callable[[str, Callable[[], object], int, float, float], Row]

@@ -101,7 +101,7 @@ def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
     taken = 2.0 * tokens * shape.hidden * DTYPE.itemsize
     yield _measured(machine, "take", lambda: kernels.take(table, rows), 1, taken, 0.0)
     if machine.device == "cuda":
-        from headway.kernels.cuda import CudaKernels
+        from headway.kernels.cuda.kernels import CudaKernels
 
         cuda, gate_up = CudaKernels(), random(machine, tokens, 2 * shape.ffn)
         yield _measured(machine, "gate", lambda: cuda.apply_gate(gate_up, SILU), 1, 1.5 * gate_up.nbytes, 0.0)

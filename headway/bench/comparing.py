@@ -8,14 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.errors import BenchError
-from headway.bench.measures.compare import compare
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import summarise_all
-from headway.bench.record import RunResult
 from headway.bench.report.console import print_comparison
 from headway.bench.report.run_page import comparison_page
 from headway.bench.results import load_json
+from headway.load.errors import BenchError
+from headway.load.measures.compare import compare
+from headway.load.measures.numbers import Summary
+from headway.load.measures.summary import summarise_all
+from headway.load.record import RunResult
 from headway.report.page import write_page
 
 

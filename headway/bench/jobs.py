@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.bench.client.load import LoadMode
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.max_rate import search
 from headway.bench.options import BenchOptions
@@ -18,8 +17,9 @@ from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
 from headway.bench.runs import RATED, Bench, Load, Runner, at_rate, is_made_up, load_name, load_of
 from headway.bench.session import Session
-from headway.bench.workload.arrivals import make_arrival
-from headway.bench.workload.spec import WorkloadSpec
+from headway.load.errors import BenchError
+from headway.load.workload.arrivals import make_arrival
+from headway.load.workload.spec import WorkloadSpec
 
 
 def run_job(options: BenchOptions) -> int:

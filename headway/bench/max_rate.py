@@ -10,21 +10,21 @@ import numpy as np
 from rich.text import Text
 
 from headway.bench.client.load import LoadMode
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted
-from headway.bench.measures.search import SearchOptions, SearchResult, Stop, find_max_rate
-from headway.bench.measures.slo import slowness
-from headway.bench.measures.steady import falls_behind
-from headway.bench.measures.trials import ProbeOutcome, Trial
 from headway.bench.options import Claims
-from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs, print_search
 from headway.bench.report.search import search_json, search_section
 from headway.bench.reporting import NOT_VALID, Run
 from headway.bench.runs import RATED, Load, Runner, at_rate
-from headway.bench.workload.mix import load_mix
-from headway.bench.workload.spec import WorkloadSpec
+from headway.load.errors import BenchError
+from headway.load.measures.search import SearchOptions, SearchResult, Stop, find_max_rate
+from headway.load.measures.slo import slowness
+from headway.load.measures.steady import falls_behind
+from headway.load.measures.trials import ProbeOutcome, Trial
+from headway.load.record import RunResult
+from headway.load.workload.mix import load_mix
+from headway.load.workload.spec import WorkloadSpec
 
 PROBE_REQUESTS, PROBE_S = 400, 60.0  # the fewest requests of a probe, and how long one may last for more of them
 FIRST_LOOK_USERS, FIRST_LOOK_REQUESTS = 16, 48

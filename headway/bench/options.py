@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from headway.bench.client.endpoint import Api, Endpoint, lower_names
-from headway.bench.errors import BenchError
-from headway.bench.measures.numbers import PERCENTILES
-from headway.bench.option_values import json_object, key_values, parse_goodput, percentiles
-from headway.bench.request import PlannedRequest
-from headway.bench.workload.arrival_flags import ArrivalFlags
-from headway.bench.workload.spec import WorkloadSpec
 from headway.flags import Flag
+from headway.load.endpoint import Api, Endpoint, lower_names
+from headway.load.errors import BenchError
+from headway.load.measures.numbers import PERCENTILES
+from headway.load.option_values import json_object, key_values, parse_goodput, percentiles
+from headway.load.request import PlannedRequest
+from headway.load.workload.arrival_flags import ArrivalFlags
+from headway.load.workload.spec import WorkloadSpec
 
 _endpoint, _load = functools.partial(Flag, panel="Endpoint"), functools.partial(Flag, panel="Load")
 _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial(Flag, panel="Results")

@@ -12,17 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interruptible
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import summarise_all
 from headway.bench.options import Claims, Output
-from headway.bench.record import RunResult
 from headway.bench.report import verdict
 from headway.bench.report.console import print_brief, print_summary
 from headway.bench.report.run_page import report_page
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
-from headway.bench.workload.build import Workload
+from headway.load.errors import BenchError
+from headway.load.measures.numbers import Summary
+from headway.load.measures.summary import summarise_all
+from headway.load.record import RunResult
+from headway.load.workload.build import Workload
 from headway.report.page import write_page
 from headway.report.parts import Section
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from headway.bench.record import Failure, RequestRecord
+from headway.load.record import Failure, RequestRecord
 
 TIMES = ("scheduled_ns", "sent_ns", "connected_ns", "headers_ns", "end_ns")
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]

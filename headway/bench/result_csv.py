@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headway.bench.measures.latencies import NS_PER_MS, Floats, Latencies
-from headway.bench.measures.phases import phases_of
-from headway.bench.measures.slo import Objectives, missed_objectives
-from headway.bench.record import RequestRecord, RunResult
-from headway.policy.ledger import Phase
+from headway.load.measures.latencies import NS_PER_MS, Floats, Latencies
+from headway.load.measures.phases import phases_of
+from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.record import RequestRecord, RunResult
+from headway.policy.step.ledger import Phase
 
 COLUMNS = (
     "index",

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from headway.bench.measures.latencies import Floats, Integers, Latencies
-from headway.bench.measures.slo import Objectives, missed_objectives
-from headway.bench.measures.throughput import prompt_tokens, whole_run_rates
-from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 from headway.bench.result_columns import Count
+from headway.load.measures.latencies import Floats, Integers, Latencies
+from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.measures.throughput import prompt_tokens, whole_run_rates
+from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
 DETAILED = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 NS = 1e-9

@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 
 import headway
-from headway.bench.errors import BenchError
-from headway.bench.measures.numbers import PERCENTILES, Summary
-from headway.bench.measures.phases import MEDIAN, SLOWEST, phase_composition
-from headway.bench.measures.slo import Objectives
-from headway.bench.record import ClientHealth, RequestRecord, RunResult
 from headway.bench.result_columns import Nanoseconds, from_columns, to_columns
 from headway.bench.result_csv import csv_text
 from headway.bench.result_vllm import model_name, read_vllm, vllm_keys
 from headway.files import write_files
+from headway.load.errors import BenchError
+from headway.load.measures.numbers import PERCENTILES, Summary
+from headway.load.measures.phases import MEDIAN, SLOWEST, phase_composition
+from headway.load.measures.slo import Objectives
+from headway.load.record import ClientHealth, RequestRecord, RunResult
 
 FORMAT = 1
 _WANTED = "give the JSON file of a run, such as one of bench-results/"

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from headway.bench.client.load import LoadMode
-from headway.bench.errors import BenchError
 from headway.bench.options import BenchOptions
 from headway.bench.report.live import LiveView
 from headway.bench.reporting import Reporting, Run
 from headway.bench.session import Session
 from headway.bench.settings import settings_of
-from headway.bench.workload.arrival_flags import TRACES
-from headway.bench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
-from headway.bench.workload.build import Workload, build_workload, probe_requests, warm_up_requests
-from headway.bench.workload.lengths import Fixed
-from headway.bench.workload.mix import load_mix
-from headway.bench.workload.prompts import Texts
-from headway.bench.workload.spec import WorkloadSpec, flag
+from headway.load.errors import BenchError
+from headway.load.workload.arrival_flags import TRACES
+from headway.load.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
+from headway.load.workload.build import Workload, build_workload, probe_requests, warm_up_requests
+from headway.load.workload.lengths import Fixed
+from headway.load.workload.mix import load_mix
+from headway.load.workload.prompts import Texts
+from headway.load.workload.spec import WorkloadSpec, flag
 
 TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate

@@ -15,15 +15,15 @@ from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_l
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import Server, probe
 from headway.bench.client.serving_process import runs_here
-from headway.bench.errors import BenchError
-from headway.bench.measures.energy import EnergyMeter, energy_meter
-from headway.bench.measures.server_metrics import read_gauges, server_metrics
 from headway.bench.options import Target
-from headway.bench.record import RunResult
-from headway.bench.request import PlannedRequest
 from headway.bench.tokens import token_source
-from headway.bench.workload.build import Workload
-from headway.bench.workload.prompts import TokenSource
+from headway.load.errors import BenchError
+from headway.load.measures.energy import EnergyMeter, energy_meter
+from headway.load.measures.server_metrics import read_gauges, server_metrics
+from headway.load.record import RunResult
+from headway.load.request import PlannedRequest
+from headway.load.workload.build import Workload
+from headway.load.workload.prompts import TokenSource
 
 EVERY_S = 1.0
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from headway.bench.options import BenchOptions, Claims, Output
 from headway.bench.session import Session
-from headway.bench.workload.build import Workload
-from headway.bench.workload.spec import DATASET_FIELDS, WorkloadSpec
+from headway.load.workload.build import Workload
+from headway.load.workload.spec import DATASET_FIELDS, WorkloadSpec
 
 
 def settings_of(

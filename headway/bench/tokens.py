@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.bench.client.probe import Server, count_tokens
-from headway.bench.errors import BenchError
 from headway.bench.options import Target
-from headway.bench.request import Prompt
-from headway.bench.workload.prompts import TokenSource
-from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
 from headway.bundled import bundled_folder
+from headway.load.errors import BenchError
+from headway.load.request import Prompt
+from headway.load.workload.prompts import TokenSource
+from headway.load.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
 from headway.text.tokenizer import TextError, Tokenizer
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]

@@ -50,7 +50,7 @@ def _peaks(arguments: argparse.Namespace) -> bytes:
 
 
 def _kernels() -> bytes:
-    from headway.kernels.cpu_choice import choice_for
+    from headway.kernels.cpu.choice import choice_for
 
     choice = choice_for()
     _say("0.0000 measuring CPU kernels")

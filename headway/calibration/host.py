@@ -17,7 +17,7 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 
 PROMPT = 8  # tokens
 UNTIMED = 3  # steps that bring everything into place

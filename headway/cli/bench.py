@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.bench.errors import BenchError
 from headway.bench.options import BenchOptions
 from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
 from headway.cli.profile import profile
+from headway.load.errors import BenchError
 
 
 class BenchGroup(Group):

@@ -74,9 +74,9 @@ def _address(target: str | None) -> Iterator[str]:
     if target is None or url is not None:
         yield url or DEFAULT_URL
         return
-    from headway.bench.errors import BenchError
     from headway.bench.profile.local_server import LocalServer
     from headway.installation import require_engine
+    from headway.load.errors import BenchError
 
     require_engine()
     with asyncio.Runner() as runner:

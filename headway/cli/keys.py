@@ -15,8 +15,8 @@ import typer
 
 from headway.cli.commands import fail
 from headway.cli.help import Command, Group
+from headway.config_files.tenants import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
 from headway.files import write_files
-from headway.tenant_file import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
 
 PREFIX = "sk-hw-"
 SHOWN_DIGITS = 12  # digits of a key's SHA-256, by which it is listed

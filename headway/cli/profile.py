@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from headway.bench.errors import BenchError
 from headway.bench.profile.options import ProfileOptions
 from headway.cli.commands import fail, with_flags
 from headway.installation import require_engine
+from headway.load.errors import BenchError
 
 
 @with_flags

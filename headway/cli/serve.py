@@ -18,7 +18,7 @@ from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
-from headway.policy.policies import policy_class
+from headway.policy.step.policies import policy_class
 from headway.server.settings import ServerSettings
 
 _BEGAN_NS = time.monotonic_ns()
@@ -104,7 +104,7 @@ def _run(
     engine_timeout: float | None,
 ) -> None:
     from headway.engine.client import EngineClient
-    from headway.server.listening import Certificate, StartupError, bind
+    from headway.server.edge.listening import Certificate, StartupError, bind
     from headway.server.startup_display import StartupDisplay
 
     signal.signal(signal.SIGTERM, _end)  # until the server has a handler of its own
@@ -122,8 +122,8 @@ def _run(
         if not settings.preload_prompts:  # else the engine needs their tokens
             with suppress(OSError):  # it is tried again, and then reported
                 engine.launch()
+        from headway.server.api.prompts import preloaded
         from headway.server.lifecycle import run_server
-        from headway.server.prompts import preloaded
         from headway.text.chat_template import ChatTemplate, advice
         from headway.text.tokenizer import TextError, Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cost.precision import Format, Precision
 from headway.cost.shape import ModelShape, kv_elements_per_token
-from headway.policy.kv_groups import decode_blocks, group_windows, layers_per_group
+from headway.policy.cache.kv_groups import decode_blocks, group_windows, layers_per_group
 
 
 def weight_bytes(shape: ModelShape, precision: Precision | None = None) -> int:

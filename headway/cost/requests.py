@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from headway.policy.step_budget import MIXED, Sharing
+from headway.policy.step.step_budget import MIXED, Sharing
 
 
 @cache
@@ -54,8 +54,8 @@ class Limits:
 
     Args:
         prefill_stall_s: seconds by which prompts may lengthen a step for the decodes beside them; they may lengthen it
-            by as long as these decodes take alone where that is more (`policy.step_budget`). Infinite for no bound but
-            the tokens.
+            by as long as these decodes take alone where that is more (`policy.step.step_budget`). Infinite for no bound
+            but the tokens.
         least_tokens: tokens that the first prompt gets beside decodes, however long those take.
         sharing: how prompts and decodes share steps.
         whole_prompts: a prompt that fits in a step waits for one with room for all of it.

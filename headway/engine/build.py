@@ -23,15 +23,15 @@ from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import group_layers, kv_cache_groups, seen_windows
-from headway.policy.request import Request
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import BATCHED_TOKENS, PoolSize, pool_size
-from headway.policy.swap import NO_SWAP
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
+from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
+from headway.policy.cache.swap import NO_SWAP
+from headway.policy.step.request import Request
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 
 StageListener = Callable[[str, int], None]
 
@@ -97,7 +97,7 @@ def build_engine(
         scheme = config.quantization if packed is None else packed.scheme
         chosen = kernels.choose(dtype, scheme)
     if device.type == "cpu" and beside is not None:
-        from headway.kernels.cpu_ahead import compiling
+        from headway.kernels.cpu.ahead import compiling
 
         beside.enter_context(compiling(dtype, scheme, cache_dtype, stages.say))
     asked_len = _asked_model_len(config, model_config)

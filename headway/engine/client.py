@@ -40,7 +40,7 @@ from headway.engine.messages import (
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
 from headway.engine.watchdog import Watchdog
-from headway.policy.service_class import ClassTable
+from headway.policy.objectives.service_class import ClassTable
 
 # Pauses before the engine is started again, by how many engines in a row have lived for less than STABLE_S.
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.cost.layers import MOST_SINKS, AttentionSinks
 from headway.flags import Flag, size, tokens
-from headway.policy.kv_blocks import PROTECTED_SHARE, KVBlocks
-from headway.policy.policies import policy_class, policy_name
-from headway.policy.preload import PreloadedPrompt
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig, check_budget
-from headway.policy.service_class import BUILT_IN, ClassTable
-from headway.policy.sizing import SWAP_SPACE, PoolSize, default_batched_tokens
-from headway.policy.swap import NO_SWAP, SwapSpace
+from headway.policy.cache.preload import PreloadedPrompt
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.policies import policy_class
+from headway.policy.step.scheduler_config import check_budget
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -98,98 +92,6 @@ class ModelOptions:
         int | None,
         _model("CPU threads of the engine. Default: one per physical core.", "--threads", min=1, common=True),
     ] = None
-
-
-@dataclass(kw_only=True)
-class SchedulingOptions:
-    """The settings of a scheduler, in a server as in a simulation of one.
-
-    Args:
-        max_prefill_stall_ms: may be infinite.
-        classes: classes of requests.
-        weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
-    """
-
-    classes: ClassTable = BUILT_IN
-    weights: dict[str, float] = field(default_factory=dict)
-    block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
-    max_num_seqs: Annotated[int, _engine("Maximum number of sequences in a step.", min=1, common=True)] = 256
-    max_num_batched_tokens: Annotated[
-        int | None, _engine("Token budget of a step. Default: chosen for the device.", parse=tokens, metavar="N")
-    ] = None
-    max_prefill_stall_ms: Annotated[
-        float,
-        _engine("Milliseconds by which prefill may delay running streams in a step.", min=0.0),
-    ] = 50.0
-    enable_prefix_caching: Annotated[bool, _engine("Reuse the KV cache of shared prompt prefixes.")] = True
-    enable_chunked_prefill: Annotated[bool, _engine("Split long prompts over steps.")] = True
-    scheduling_policy: Annotated[
-        str,
-        _engine(
-            "How requests are ordered: by objectives (slo), arrival (fcfs), priority (lower first), or your class.",
-            parse=policy_name,
-            default="slo",
-            metavar="slo|fcfs|priority|MODULE:CLASS",
-            common=True,
-        ),
-    ] = "slo"
-    watermark: Annotated[
-        float,
-        _engine("Share of the KV cache that admission keeps free; also of each class's idle share.", min=0.0, max=0.5),
-    ] = 0.01
-    protected_kv: Annotated[
-        float,
-        _engine("Largest share of the KV cache for protected prefixes, which many prompts share.", min=0.0, max=0.9),
-    ] = PROTECTED_SHARE
-    swap_space: Annotated[
-        float | None,
-        _engine(
-            "GiB of host memory for the KV cache of preempted requests. Default: 4 on a GPU, 0 on a CPU.",
-            min=0.0,
-            metavar="GIB",
-        ),
-    ] = None
-    max_queue_time: Annotated[
-        float | None, _engine("Seconds that a request may wait in the queue; then 503. Default: no limit.")
-    ] = None
-
-    def scheduler(
-        self,
-        device: str,
-        pool: PoolSize,
-        make: Callable[[SchedulerConfig, KVBlocks], Scheduler] = Scheduler,
-        swap: SwapSpace = NO_SWAP,
-    ) -> Scheduler:
-        """A scheduler with an empty pool, for a device that is cpu or cuda.
-
-        Raises:
-            ValueError: the settings contradict each other, or one sequence does not fit in the pool.
-        """
-        if pool.checkpoints is not None:
-            swap = NO_SWAP  # states are not swapped, and without them blocks are of no use
-        config = SchedulerConfig(
-            pool.max_num_seqs or self.max_num_seqs,
-            self.batched_tokens(device),
-            pool.max_model_len,
-            self.enable_chunked_prefill,
-            self.scheduling_policy,
-            max_prefill_stall_ms=self.max_prefill_stall_ms,
-            max_queue_time=math.inf if self.max_queue_time is None else self.max_queue_time,
-            classes=self.classes,
-            watermark=self.watermark,
-            weights=self.weights,
-            swap=swap,
-        )
-        caching, share = self.enable_prefix_caching, self.protected_kv
-        return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints, pool.groups))
-
-    def batched_tokens(self, device: str) -> int:
-        """The token budget of a step on cpu or cuda."""
-        return self.max_num_batched_tokens or default_batched_tokens(device, self.max_num_seqs)
-
-    def swap_bytes(self, device: str) -> int:
-        """Bytes of host memory for swapped blocks, on cpu or cuda."""
-        return int((SWAP_SPACE[device] if self.swap_space is None else self.swap_space) * 2**30)
 
 
 @dataclass

@@ -20,13 +20,13 @@ from headway.engine.messages import (
 )
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
-from headway.policy.intake import check, sequences_of
-from headway.policy.plan import StepPlan
-from headway.policy.preload import PreloadedPrompt, room_for
-from headway.policy.request import Sequence
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
-from headway.policy.service_class import ClassTable
+from headway.policy.admission.intake import check, sequences_of
+from headway.policy.cache.preload import PreloadedPrompt, room_for
+from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
 
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"

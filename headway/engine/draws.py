@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.policy.sizing import LOGIT_BLOCK, padded_size
+from headway.policy.cache.sizing import LOGIT_BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
 UNDECIDED = -2  # in place of a token id, where too few candidates were looked at to tell

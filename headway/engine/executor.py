@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import StepPlan
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
 
 
 class EngineFault(RuntimeError):

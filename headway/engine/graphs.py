@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.engine.layout import BlockTables, ModelInput
 from headway.kernels.interface import StepGeometry
-from headway.policy.plan import ScheduledSequence, SequenceState
+from headway.policy.step.plan import ScheduledSequence, SequenceState
 
 _EACH_UP_TO = 16  # where steps cannot be padded, each size up to this one is captured
 _STRIDE = 8

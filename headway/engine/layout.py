@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
-from headway.policy.kv_groups import PASSED
-from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
+from headway.policy.cache.kv_groups import PASSED
+from headway.policy.step.plan import ScheduledSequence, SequenceState, TableChange
 
 # Steps of up to this many tokens have their tensors at fixed addresses, so that kernels can repeat them.
 _MOST_REPEATED = 64

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.engine.draws import as_float, block_peaks, block_sums, likeliest, padded
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
-from headway.policy.sampling_params import MAX_LOGPROBS
+from headway.policy.step.sampling_params import MAX_LOGPROBS
 
 # More than is ever returned, so that tokens tied with the last one returned are in the order of their ids too.
 CANDIDATES = 3 * MAX_LOGPROBS

@@ -12,10 +12,10 @@ from torch import Tensor
 from headway.cost.layers import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
 from headway.engine.host import available_memory, total_memory
-from headway.kernels.cpu_memory import LargePages
+from headway.kernels.cpu.memory import LargePages
 from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
-from headway.policy.sizing import DEVICE_SHARE, cpu_pool_bytes, sampling_bytes, shared_pool_bytes
+from headway.policy.cache.sizing import DEVICE_SHARE, cpu_pool_bytes, sampling_bytes, shared_pool_bytes
 
 # The places of each KV cache group, each with its layers by number.
 Groups = Sequence[Sequence[tuple[int, ...]]]

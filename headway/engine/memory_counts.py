@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headway.engine.messages import EngineStats
-from headway.policy.scheduler import Scheduler
+from headway.policy.step.scheduler import Scheduler
 
 
 class MemoryCounts:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from headway.engine.config import EngineConfig
-from headway.policy.request import Request
-from headway.policy.service_class import ClassTable
+from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.request import Request
 
 PROTOCOL_VERSION = 7
 

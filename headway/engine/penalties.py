@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.kernels.host import to_device
-from headway.policy.plan import SequenceState
-from headway.policy.sizing import ENTRIES_AT_A_TIME
+from headway.policy.cache.sizing import ENTRIES_AT_A_TIME
+from headway.policy.step.plan import SequenceState
 
 
 @dataclass(slots=True, eq=False)

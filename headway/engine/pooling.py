@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.models.decoder import Decoder
-from headway.policy.plan import ScheduledSequence, SequenceState
-from headway.policy.pooling import PoolingParams
+from headway.policy.step.plan import ScheduledSequence, SequenceState
+from headway.policy.step.pooling import PoolingParams
 
 Part = NDArray[np.float64]
 

@@ -37,7 +37,7 @@ from headway.engine.messages import (
     ToEngine,
 )
 from headway.engine.start import start_engine
-from headway.policy.intake import taken_up
+from headway.policy.admission.intake import taken_up
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore

@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from headway.engine.executor import EngineFault, Executor, StepOutcome
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, StepPlan
 
 # When this many requests fail and no run between them succeeds, the requests are not at fault.
 MOST_FAULTS = 3

@@ -18,9 +18,9 @@ from dataclasses import asdict, replace
 import msgspec
 
 from headway.engine.config import EngineConfig
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.recording import FORMAT, Record, RecordedEngine, RecordedScheduler
-from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.step.recording import FORMAT, Record, RecordedEngine, RecordedScheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.version import __version__
 
 _FLUSH_BYTES = 1 << 16

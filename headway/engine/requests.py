@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headway.engine.messages import AddRequest, EngineOutputs, SequenceOutput, SequenceTimings
-from headway.policy.ledger import Ledger, Phase
-from headway.policy.request import Resumed
+from headway.policy.step.ledger import Ledger, Phase
+from headway.policy.step.request import Resumed
 
 SUSPICIOUS_DEATHS = 2
 MOST_DEATHS = 3

@@ -20,9 +20,9 @@ from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels, LayerCache
 from headway.models.decoder import Decoder
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
-from headway.policy.sizing import PROMPT_LOGPROB_ROWS
+from headway.policy.cache.sizing import PROMPT_LOGPROB_ROWS
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 

@@ -29,8 +29,8 @@ from headway.engine.penalties import PenaltyTable
 from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided, uniforms
 from headway.kernels.host import one_thread, to_device
 from headway.kernels.interface import Draw
-from headway.policy.plan import SequenceState
-from headway.policy.sizing import padded_size
+from headway.policy.cache.sizing import padded_size
+from headway.policy.step.plan import SequenceState
 
 BAD_TOKEN = -1
 _ALONE_BELOW = 2**21  # with fewer elements, operations are run on one thread alone

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headway.engine import draws
 from headway.kernels.interface import DRAW
-from headway.policy.plan import SequenceState
-from headway.policy.sizing import padded_size
+from headway.policy.cache.sizing import padded_size
+from headway.policy.step.plan import SequenceState
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy; vLLM's limit
 # A top_p above this counts as 1: sums of weights in two orders differ by more, so that no tokens might reach it.

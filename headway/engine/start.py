@@ -24,7 +24,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.weight_cache import WeightCache
 from headway.models.config import ModelConfig
 from headway.models.folder import read_ahead, weight_files
-from headway.models.gguf_config import gguf_files
+from headway.models.gguf.config import gguf_files
 from headway.models.tensors import expected_tensors
 
 if TYPE_CHECKING:

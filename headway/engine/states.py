@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.kernels.host import to_device
 from headway.kernels.interface import Span
-from headway.policy.plan import ScheduledSequence, SequenceState
+from headway.policy.step.plan import ScheduledSequence, SequenceState
 
 _UNKNOWN = -1  # tokens seen by a state that a step may have changed, until the step is known to have ended
 

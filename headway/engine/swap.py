@@ -7,7 +7,7 @@ import time
 import torch
 
 from headway.kernels.interface import LayerCache
-from headway.policy.swap import BlockSwap, SwapSpace
+from headway.policy.cache.swap import BlockSwap, SwapSpace
 
 STAGED_BYTES = 32 << 20  # device memory that copies go through
 MEASURED_BLOCKS = 64

@@ -264,7 +264,7 @@ def _processor() -> list[str]:
 
 def _code() -> str:
     package = Path(__file__).parent.parent
-    sources = (path.read_bytes() for room in _ROOMS for path in sorted((package / room).glob("*.py")))
+    sources = (path.read_bytes() for room in _ROOMS for path in sorted((package / room).rglob("*.py")))
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

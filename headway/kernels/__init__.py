@@ -25,11 +25,11 @@ def kernels_for(device: str, dtype: torch.dtype, memory: mmap.mmap | None = None
         raise ValueError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
     kind = torch.device(device).type
     if kind == "cpu":
-        from headway.kernels.cpu import CpuKernels
+        from headway.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(memory)
     if kind == "cuda":
-        from headway.kernels.cuda import CudaKernels
+        from headway.kernels.cuda.kernels import CudaKernels
 
         return CudaKernels()
     raise ValueError(f"device {device!r} is not supported: use cpu or cuda")

@@ -26,9 +26,9 @@ from headway.llm.requests import (
     ScoringRequestOutput,
     VectorCollector,
 )
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.service_class import BUILT_IN
-from headway.pooling import cosine, pairs, relevance
+from headway.outputs.pooling import cosine, pairs, relevance
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.step.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput", "ScoringRequestOutput"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from headway.choices import Choice, Piece, TokenizedPrompt
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.models.folder import resolve_model
-from headway.policy.pooling import PoolingParams
-from headway.policy.sampling_params import SamplingParams, sampling_defaults
-from headway.policy.service_class import ClassTable
-from headway.pooling import Pooler, floats, judged_messages
+from headway.outputs.choices import Choice, Piece, TokenizedPrompt
+from headway.outputs.pooling import Pooler, floats, judged_messages
+from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.sampling_params import SamplingParams, sampling_defaults
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 

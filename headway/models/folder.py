@@ -10,7 +10,7 @@ from pathlib import Path
 from headway.bundled import bundled_folder
 from headway.cost.values import ModelError
 from headway.files import not_a_file
-from headway.models.gguf_config import folder_of, gguf_file, gguf_files
+from headway.models.gguf.config import folder_of, gguf_file, gguf_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 TAG = re.compile(r"[A-Za-z]+\d[\w]*")  # as Q4_K_M, F16, MXFP4

@@ -28,8 +28,8 @@ from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder, DecoderWeights
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
-from headway.models.gguf_checkpoint import GGUFCheckpoint
-from headway.models.gguf_config import gguf_files
+from headway.models.gguf.checkpoint import GGUFCheckpoint
+from headway.models.gguf.config import gguf_files
 from headway.models.tensors import (
     Shapes,
     expected_tensors,

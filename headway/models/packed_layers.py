@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.kernels.weights import NF4, Groups, Weight
 from headway.models.config import ModelError
-from headway.models.gguf_blocks import powers_of_two
+from headway.models.gguf.blocks import powers_of_two
 from headway.models.quantization import BLOCK_NUMBERS, BLOCK_SCALES, INT4_GROUP, MOST_STEPS, STATE, PackedMatrices
 
 # AWQ's order of the eight numbers in a word.

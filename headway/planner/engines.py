@@ -1,7 +1,7 @@
 """Serving programs that are planned and simulated: how they share steps among requests, and their defaults.
 
-A profile is made of settings of our own scheduler and rules that it asks (`policy.step_budget.Sharing`): there is no
-other scheduler.
+A profile is made of settings of our own scheduler and rules that it asks (`policy.step.step_budget.Sharing`): there is
+no other scheduler.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from headway.cost.catalogue import UnknownName
 from headway.cost.hardware import Hardware
 from headway.cost.requests import Limits
 from headway.engine.config import DEFAULTS
-from headway.policy.sizing import default_batched_tokens
-from headway.policy.step_budget import PREFILL_FIRST
+from headway.policy.cache.sizing import default_batched_tokens
+from headway.policy.step.step_budget import PREFILL_FIRST
 
 LARGE_MEMORY = 70 * 2**30
 SGLANG_CHUNKS = ((35, 2048), (60, 4096), (160, 8192))  # a GPU with less than so many GiB has chunks of so many tokens
@@ -60,7 +60,7 @@ class EngineProfile:
         return f"Steps are scheduled as by {self.name} ({self.version}): {self.rules}."
 
     def scheduling(self, hardware: Hardware, longest: int | None) -> dict[str, Any]:
-        """The server's defaults, as fields of `engine.config.SchedulingOptions`.
+        """The server's defaults, as fields of `policy.step.options.SchedulingOptions`.
 
         Args:
             longest: tokens of a sequence, if that is known.

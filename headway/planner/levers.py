@@ -15,7 +15,7 @@ from headway.planner.make import make_plan
 from headway.planner.numbers import Numbers, gain_of, missed_by, numbers_of, value_of
 from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.objectives import OBJECTIVES
+from headway.policy.objectives.objectives import OBJECTIVES
 
 RANKED_BY = (*OBJECTIVES, "throughput", "cost")
 # A chain of levers ends where the next one gains less than this.

@@ -124,8 +124,8 @@ def _model_of_gguf(path: Path, quantization: str) -> Model:
     Raises:
         ValueError: it is damaged, or its architecture is not supported.
     """
-    from headway.models.gguf import read_gguf  # not at the top: few plans are of such files
-    from headway.models.gguf_config import config_of
+    from headway.models.gguf.config import config_of
+    from headway.models.gguf.files import read_gguf  # not at the top: few plans are of such files
 
     model = read_gguf(path)
     config = config_of(model)

@@ -10,7 +10,7 @@ from typing import Annotated
 from headway.cost.loading import STORAGE_BYTES_PER_S
 from headway.engine.config import AttentionSinksFlag, AttentionWindowFlag
 from headway.flags import Flag, tokens
-from headway.policy.objectives import checked_objectives, parse_objectives
+from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
 MOST_SPECULATIVE_TOKENS = 16
 # Above these no figure means anything, and following so many requests step by step would take minutes.

@@ -19,7 +19,7 @@ from headway.cost.timing import Deployment
 from headway.planner.engines import HEADWAY, VLLM, EngineProfile, find_profile
 from headway.planner.models import DTYPES, Model, find_model
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.sizing import CPU_SHARE, DEVICE_SHARE, sampling_bytes
+from headway.policy.cache.sizing import CPU_SHARE, DEVICE_SHARE, sampling_bytes
 
 # How this engine keeps the weights of some checkpoints: int4 names another scheme of its own, and it has no arithmetic
 # in fp8.

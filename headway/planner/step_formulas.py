@@ -22,7 +22,7 @@ from headway.cost.work import (
 )
 from headway.planner.formula import Formula, plain
 from headway.planner.plan import Plan, PlannedStep
-from headway.policy.kv_groups import group_windows, layers_per_group
+from headway.policy.cache.kv_groups import group_windows, layers_per_group
 
 EXACT = "counted from the shape, exactly"
 FITTED = "efficiency: cost/tables/efficiency.toml"

@@ -82,7 +82,7 @@ def written(folder: Path, count: int, tokens: int, first_seed: int = 0) -> list[
         first_seed: the seed of the first window; each further one has the next.
     """
     from headway.llm import LLM
-    from headway.policy.sampling_params import SamplingParams
+    from headway.policy.step.sampling_params import SamplingParams
 
     llm = LLM(str(folder), device="cpu", max_model_len=tokens + 1, kv_cache_memory=_KV_BYTES)
     assert llm.tokenizer is not None

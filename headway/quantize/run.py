@@ -25,7 +25,7 @@ from headway.models.checkpoint import (
 from headway.models.config import ModelConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.families import OTHER_PARTS
-from headway.models.gguf_config import gguf_files
+from headway.models.gguf.config import gguf_files
 from headway.models.loading import open_checkpoint, resolve_dtype
 from headway.models.quantization import NUMBERS_OF_HEADS, ROUTERS, PackedMatrices, read_packed
 from headway.models.tensors import Shapes, expected_tensors

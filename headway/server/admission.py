@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from headway.engine.messages import Ready
-from headway.policy.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
-from headway.policy.service_class import BUILT_IN, ServiceClass
+from headway.policy.admission.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
+from headway.policy.objectives.service_class import BUILT_IN, ServiceClass
 from headway.server.errors import ApiError, bad_request, too_many
 from headway.server.settings import ServerSettings
 

@@ -17,8 +17,10 @@ from starlette.types import ASGIApp
 
 from headway import __version__
 from headway.engine.client import EngineClient
-from headway.server import responses
-from headway.server.api_page import api_page
+from headway.server.api import responses
+from headway.server.api.api_page import api_page
+from headway.server.api.routes import BODIES, Routes
+from headway.server.api.vectors import VectorRoutes
 from headway.server.batches.calls import InProcess
 from headway.server.batches.gaps import Gaps, batch_class
 from headway.server.batches.metrics import BatchMetrics
@@ -26,12 +28,10 @@ from headway.server.batches.objects import BatchBody
 from headway.server.batches.routes import BatchRoutes
 from headway.server.batches.store import Store
 from headway.server.batches.worker import Batches
-from headway.server.edge import CrossOrigin, Edge
+from headway.server.edge.edge import CrossOrigin, Edge
 from headway.server.errors import install_handlers
-from headway.server.routes import BODIES, Routes
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
-from headway.server.vectors import VectorRoutes
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 

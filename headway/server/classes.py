@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.policy.service_class import BUILT_IN, MOST_MS, ClassTable, ServiceClass
-from headway.policy.tenants import DEFAULT_TENANT
+from headway.config_files.tenants import Access
+from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.objectives.service_class import BUILT_IN, MOST_MS, ClassTable, ServiceClass
+from headway.server.api.schemas import RequestBody
 from headway.server.errors import ApiError, bad_request
-from headway.server.schemas import RequestBody
-from headway.tenant_file import Access
 
 CLASS_HEADER = "x-headway-service-class"
 TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"

@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from headway.choices import Piece, TokenizedPrompt
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
-from headway.policy.pooling import PoolingParams
-from headway.policy.queue_bound import Place
-from headway.policy.sampling_params import SamplingParams
-from headway.server.choices import ServedChoice
+from headway.outputs.choices import Piece, TokenizedPrompt
+from headway.policy.admission.queue_bound import Place
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.sampling_params import SamplingParams
+from headway.server.api.choices import ServedChoice
 from headway.server.classes import Terms
 from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.quotas import Charge

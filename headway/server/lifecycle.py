@@ -22,12 +22,12 @@ from uvicorn.server import HANDLED_SIGNALS
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.messages import Ready
 from headway.server.app import create_app
-from headway.server.connection import Connection
+from headway.server.edge.connection import Connection
+from headway.server.edge.entrance import Entrance
+from headway.server.edge.last_signal import kill_at_the_next
+from headway.server.edge.listening import Certificate, StartupError
+from headway.server.edge.probes import Probes
 from headway.server.encoder import share_cores
-from headway.server.entrance import Entrance
-from headway.server.last_signal import kill_at_the_next
-from headway.server.listening import Certificate, StartupError
-from headway.server.probes import Probes
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headway.files import write_files
-from headway.policy.quota import Record, Reserve, State
+from headway.policy.admission.quota import Record, Reserve, State
 
 SYNC_S = 1.0
 logger = logging.getLogger("headway.server")

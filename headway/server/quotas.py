@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from headway.choices import TokenizedPrompt
-from headway.policy.quota import TOTAL, UNITS, OverLimit, Quotas
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.tenants import TenantTable
+from headway.outputs.choices import TokenizedPrompt
+from headway.policy.admission.quota import TOTAL, UNITS, OverLimit, Quotas
+from headway.policy.admission.tenants import TenantTable
+from headway.policy.step.sampling_params import SamplingParams
 from headway.server.errors import ApiError, unavailable
 from headway.server.quota_journal import SYNC_S, QuotaJournal
 

@@ -9,26 +9,26 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
-from headway.class_file import ClassFile, read_class_file
+from headway.config_files.classes import ClassFile, read_class_file
+from headway.config_files.tenants import Access, TenantFile, key_digest, read_tenant_file
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
-from headway.policy.queue_bound import Place
-from headway.policy.service_class import ServiceClass
-from headway.policy.tenants import DEFAULT_TENANT
-from headway.pooling import Pooler
+from headway.outputs.pooling import Pooler
+from headway.policy.admission.queue_bound import Place
+from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.objectives.service_class import ServiceClass
 from headway.server.activity import Activity
 from headway.server.admission import Admission
+from headway.server.api.parameters import server_defaults
+from headway.server.api.request_body import BodyReader
+from headway.server.edge.pacing import READS_PER_TURN, Pace
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
-from headway.server.metrics import Metrics
-from headway.server.pacing import READS_PER_TURN, Pace
-from headway.server.parameters import server_defaults
+from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
-from headway.server.request_body import BodyReader
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
-from headway.tenant_file import Access, TenantFile, key_digest, read_tenant_file
 from headway.text.chat_template import ChatTemplate
 from headway.text.known_texts import KnownTexts, safe_cuts
 from headway.text.process import TextProcess

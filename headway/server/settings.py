@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from headway.class_file import ClassFile, read_class_file
+from headway.config_files.classes import ClassFile, read_class_file
+from headway.config_files.preload import NamedPrompt, read_preload_file
+from headway.config_files.tenants import TenantFile, read_tenant_file
 from headway.flags import Flag, limit, listed, said, size
-from headway.preload_file import NamedPrompt, read_preload_file
-from headway.tenant_file import TenantFile, read_tenant_file
 
 _flag = functools.partial(Flag, panel="Server")
 _size = functools.partial(_flag, parse=size, metavar="SIZE")

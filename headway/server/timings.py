@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headway.engine.messages import SequenceTimings
-from headway.policy.ledger import Ledger, Phase
+from headway.policy.step.ledger import Ledger, Phase
 from headway.server.classes import Terms
 
 Clock = Callable[[], int]

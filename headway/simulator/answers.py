@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from headway.policy.ledger import Ledger, Phase
-from headway.policy.queue_bound import Place, Refusal, TenantBound
-from headway.policy.quota import TOTAL, OverLimit
-from headway.policy.request import FinishReason, Resumed, Sequence
+from headway.policy.admission.queue_bound import Place, Refusal, TenantBound
+from headway.policy.admission.quota import TOTAL, OverLimit
+from headway.policy.step.ledger import Ledger, Phase
+from headway.policy.step.request import FinishReason, Resumed, Sequence
 from headway.simulator.traffic import Arrival
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, flags_of, option, value_of
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.deployed import Deployed, ServerOptions, deploy
 
 # Fields of ServerOptions and of SchedulingOptions with other values.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from headway.bench.client.dispatch import LoadMode, Loop, loops_of
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest
-from headway.bench.workload.build import Workload
-from headway.policy.request import FinishReason
-from headway.policy.service_class import ClassTable
-from headway.policy.tenants import DEFAULT_TENANT
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest
+from headway.load.workload.build import Workload
+from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.request import FinishReason
 from headway.simulator.answers import Answer
 from headway.simulator.prompts import ids_of
 from headway.simulator.traffic import Arrival, arrival

@@ -7,29 +7,29 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
-from headway.class_file import ClassFile, read_class_file
+from headway.config_files.classes import ClassFile, read_class_file
+from headway.config_files.tenants import TenantFile, read_tenant_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.cost.hardware import Hardware
 from headway.cost.loading import HOST_LINK_SHARE
 from headway.cost.timing import Deployment
-from headway.engine.config import SchedulingOptions
 from headway.flags import Flag, limit, size
 from headway.planner.engines import HEADWAY, EngineProfile, find_profile
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, find_hardware, resolve
 from headway.planner.words import gigabytes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import kv_cache_groups, layers_per_group, seen_windows
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.quota import Quotas
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import PoolSize, pool_size
-from headway.policy.swap import NO_SWAP, SwapSpace
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.admission.quota import Quotas
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
+from headway.policy.cache.sizing import PoolSize, pool_size
+from headway.policy.cache.swap import NO_SWAP, SwapSpace
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator.engine import Host, NextEngine
 from headway.simulator.server import Server
 from headway.simulator.timing import DecodeTiming, Predicted
-from headway.tenant_file import TenantFile, read_tenant_file
 
 MOST_HOST_BLOCKS = 100_000_000
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")

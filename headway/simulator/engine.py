@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from headway.policy.intake import sequences_of, taken_up
-from headway.policy.ledger import Phase
-from headway.policy.request import NEVER, Sequence, Status
-from headway.policy.scheduler import Scheduler
-from headway.policy.steady import Draws, SteadyDecodes
-from headway.policy.step_time import StepWork
+from headway.policy.admission.intake import sequences_of, taken_up
+from headway.policy.step.ledger import Phase
+from headway.policy.step.request import NEVER, Sequence, Status
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.steady import Draws, SteadyDecodes
+from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import Choice, EngineDied, Present, Stuck
 from headway.simulator.log import StepLog
 from headway.simulator.timing import DecodeTiming, Timing

@@ -11,10 +11,10 @@ from functools import partial
 
 from msgspec.structs import replace as with_fields
 
-from headway.policy.ledger import Ledger, Phase
-from headway.policy.request import NEVER, FinishReason
-from headway.policy.routing import ALIKE, Router
-from headway.policy.scaling import Scaler
+from headway.policy.fleet.routing import ALIKE, Router
+from headway.policy.fleet.scaling import Scaler
+from headway.policy.step.ledger import Ledger, Phase
+from headway.policy.step.request import NEVER, FinishReason
 from headway.simulator.answers import Answer
 from headway.simulator.server import After, Sends, Server
 from headway.simulator.traffic import Arrival

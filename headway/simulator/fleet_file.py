@@ -9,11 +9,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from headway.policy.service_class import InvalidEntry, entries_of, within
+from headway.config_files.toml import parse, read_text
+from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
 from headway.simulator.changes import Changes, change
 from headway.simulator.fleet import ROLES, Failure
 from headway.simulator.members import Kind
-from headway.toml_file import parse, read_text
 
 _FILE_KEYS = ("replica", "failure", "random_failures")
 _KIND_KEYS = ("count", "role", "weight", "price_per_hour")

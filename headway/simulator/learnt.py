@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, StepPlan, work_of
-from headway.policy.recording import Arrival, End, Item, Step
-from headway.policy.step_time import StepTimeModel, StepWork
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.recording import Arrival, End, Item, Step
+from headway.policy.step.step_time import StepTimeModel, StepWork
 from headway.simulator.recording import Recording
 
 Floats = npt.NDArray[np.float64]

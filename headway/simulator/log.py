@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from headway.policy.accounting import StepTimes
-from headway.policy.scheduler import Scheduler
-from headway.policy.step_time import StepWork
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.step_time import StepWork
 
 
 def _times() -> array[int]:

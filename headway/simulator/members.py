@@ -10,8 +10,8 @@ from typing import Any
 
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
-from headway.engine.config import SchedulingOptions
-from headway.policy.scheduler import Scheduler
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.scheduler import Scheduler
 from headway.simulator.changes import Changes, changed
 from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica

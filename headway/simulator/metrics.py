@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.measures.server_metrics import over_time
-from headway.policy.quota import UNITS
-from headway.policy.tenants import ALL
+from headway.load.measures.server_metrics import over_time
+from headway.policy.admission.quota import UNITS
+from headway.policy.admission.tenants import ALL
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.fleet import Fleet
 from headway.simulator.log import StepLog

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 from headway.bench.options import Claims, Output, Sweep
-from headway.bench.workload.arrival_flags import ArrivalFlags
-from headway.bench.workload.spec import WorkloadSpec
-from headway.engine.config import ModelOptions, SchedulingOptions
+from headway.engine.config import ModelOptions
 from headway.flags import Flag
-from headway.policy.routing import ROUTERS
-from headway.policy.scaling import ScalingRule
+from headway.load.workload.arrival_flags import ArrivalFlags
+from headway.load.workload.spec import WorkloadSpec
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.scaling import ScalingRule
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.changes import WhatIf, parse_what_ifs
 from headway.simulator.deployed import ServerOptions
 from headway.simulator.fleet_file import FleetFile, read_fleet_file

@@ -6,8 +6,8 @@ import zlib
 
 import numpy as np
 
-from headway.bench.request import Prompt
-from headway.bench.workload.prompts import MadePrompt, Members
+from headway.load.request import Prompt
+from headway.load.workload.prompts import MadePrompt, Members
 from headway.simulator.options import CHARACTERS
 from headway.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.policy.recording import FORMAT, Arrival, End, NewClasses, Proposal, Record, RecordedEngine, Step
+from headway.policy.step.recording import FORMAT, Arrival, End, NewClasses, Proposal, Record, RecordedEngine, Step
 
 _decoder = msgspec.json.Decoder(Record)
 

@@ -5,13 +5,13 @@ Tokens are made up. Blocks of tokens with the same number are the same, so that 
 
 from __future__ import annotations
 
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import StepPlan
-from headway.policy.pooling import PoolingParams
-from headway.policy.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Step
-from headway.policy.request import FinishReason, Sequence
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Step
+from headway.policy.step.request import FinishReason, Sequence
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
 from headway.simulator.recording import Recording
 
 _STOP = -1

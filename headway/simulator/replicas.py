@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.bench.measures.trials import ProbeOutcome, Trial, Verdict
+from headway.load.measures.trials import ProbeOutcome, Trial, Verdict
 from headway.report.parts import Cell, Table, Tone
 from headway.report.style import number
 

@@ -13,21 +13,21 @@ from headway.bench.client.load import collector_off
 from headway.bench.interrupts import Interrupted
 from headway.bench.jobs import carry_out, with_arrivals
 from headway.bench.max_rate import has_objectives, outcome_of
-from headway.bench.measures.trials import ProbeOutcome
 from headway.bench.options import BenchOptions, Target
-from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.tables import sweep_table
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_place, check_places
 from headway.bench.runs import Load, Runner, load_of
 from headway.bench.settings import settings_of_load
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrivals import AllAtOnce
-from headway.bench.workload.build import Workload, build_workload
+from headway.load.measures.trials import ProbeOutcome
+from headway.load.record import ClientHealth, RunResult
+from headway.load.workload.arrivals import AllAtOnce
+from headway.load.workload.build import Workload, build_workload
 from headway.planner.models import names_taken
 from headway.planner.words import letter
-from headway.policy.quota import TOTAL
-from headway.policy.routing import ROUTERS
-from headway.policy.scaling import Scaler
+from headway.policy.admission.quota import TOTAL
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.scaling import Scaler
 from headway.report.console import print_table
 from headway.report.parts import Section
 from headway.simulator.answers import Answer

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from headway.cost.requests import USUAL, Limits, RequestShape
 from headway.cost.timing import Deployment
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.request import NEVER
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.step.request import NEVER
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator.answers import Answer
 from headway.simulator.engine import Host
 from headway.simulator.server import NO_LIMITS, Server

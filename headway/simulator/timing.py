@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from headway.cost.attention import Chunk, append_alike
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, StepPlan, work_of
-from headway.policy.step_time import StepWork
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.step_time import StepWork
 
 CONTEXT = 16
 MOST_KNOWN = 10_000

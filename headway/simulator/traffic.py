@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.policy.request import Request
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.request import Request
+from headway.policy.step.sampling_params import SamplingParams
 
 # Made-up token ids. Prompts and answers that share none of their blocks consist of other ids each.
 _OWN, _ANSWER, EOS = 1 << 22, 1 << 28, 1 << 29  # in one digit of Python's integers, which hash in no time

@@ -17,23 +17,23 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
-from headway.bench.measures.compare import Comparison, Difference, compare
-from headway.bench.measures.latencies import Latencies
 from headway.bench.options import Target
 from headway.bench.profile.local_server import LocalServer
-from headway.bench.record import RunResult
 from headway.bench.reporting import INTERRUPTED
 from headway.bench.results import write_json
 from headway.bench.runs import Load, is_made_up, load_of
 from headway.bench.session import Session
 from headway.bench.tokens import load_tokenizer
-from headway.bench.workload.arrivals import make_arrival
-from headway.bench.workload.build import build_workload, warm_up_requests
 from headway.flags import arguments_of, flags_of, option
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.scheduler import Scheduler
+from headway.load.errors import BenchError
+from headway.load.measures.compare import Comparison, Difference, compare
+from headway.load.measures.latencies import Latencies
+from headway.load.record import RunResult
+from headway.load.workload.arrivals import make_arrival
+from headway.load.workload.build import build_workload, warm_up_requests
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.step.scheduler import Scheduler
 from headway.report.console import print_table
 from headway.report.parts import Table, cells
 from headway.report.style import number

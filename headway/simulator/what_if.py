@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from headway.bench.measures.latencies import Latencies
-from headway.bench.record import RequestRecord
-from headway.engine.config import SchedulingOptions
+from headway.load.measures.latencies import Latencies
+from headway.load.record import RequestRecord
+from headway.policy.step.options import SchedulingOptions
 from headway.report.parts import Cell, Table
 from headway.report.style import number
 from headway.simulator.deployed import Deployed, ServerOptions, deploy

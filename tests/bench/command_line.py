@@ -71,7 +71,7 @@ class CommandLine:
 
     def never_client_bound(self) -> None:
         self._monkeypatch.setattr("headway.bench.client.watch.reasons", lambda *_: [])
-        self._monkeypatch.setattr("headway.bench.measures.client_effect.SPOILT", math.inf)
+        self._monkeypatch.setattr("headway.load.measures.client_effect.SPOILT", math.inf)
 
     def __call__(self, *arguments: object, results: bool = True, verbose: bool = True) -> Ran:
         """`results` off leaves out --result-dir, for commands that have none; `verbose` off is the short answer."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
+from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
 BEGAN_NS = 5_000_000_000
 MS = 1_000_000

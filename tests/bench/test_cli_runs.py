@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headway.bench.record import FailureKind
 from headway.bench.report import figures_time
 from headway.bench.results import load_json
+from headway.load.record import FailureKind
 from tests.bench.command_line import CommandLine, Ran, wait_until
 from tests.bench.script import Script, script
 from tests.bench.scripted_server import ScriptedServer

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from headway.bench import max_rate
-from headway.bench.errors import BenchError
 from headway.bench.jobs import sweep_loads
 from headway.bench.max_rate import Prober
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.search import SearchOptions
 from headway.bench.options import BenchOptions, Output, Sweep, Target
-from headway.bench.record import ClientHealth, RunResult
 from headway.bench.results import load_json
 from headway.bench.runs import Bench, Load
 from headway.bench.session import Session
-from headway.bench.workload.arrival_flags import ArrivalFlags
-from headway.bench.workload.spec import WorkloadSpec
+from headway.load.errors import BenchError
+from headway.load.measures.numbers import Summary
+from headway.load.measures.search import SearchOptions
+from headway.load.record import ClientHealth, RunResult
+from headway.load.workload.arrival_flags import ArrivalFlags
+from headway.load.workload.spec import WorkloadSpec
 from tests.bench.command_line import CommandLine
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.bench.errors import BenchError
-from headway.bench.measures.summary import summarise_all
-from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 from headway.bench.results import default_file_name, load_json, to_json, write_csv, write_json
-from headway.policy.ledger import Phase
+from headway.load.errors import BenchError
+from headway.load.measures.summary import summarise_all
+from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
+from headway.policy.step.ledger import Phase
 from tests.bench.records import MS, at, failed, request, run
 
 DATE = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)

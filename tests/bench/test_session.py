@@ -10,12 +10,12 @@ import pytest
 from headway.bench import session as session_module
 from headway.bench.client.asker import Asker, Reply
 from headway.bench.client.load import LoadMode
-from headway.bench.errors import BenchError
 from headway.bench.options import Target
-from headway.bench.record import RunResult
 from headway.bench.session import Session
-from headway.bench.workload.build import Workload, build_workload
-from headway.bench.workload.spec import WorkloadSpec
+from headway.load.errors import BenchError
+from headway.load.record import RunResult
+from headway.load.workload.build import Workload, build_workload
+from headway.load.workload.spec import WorkloadSpec
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from headway.bench.client.probe import count_tokens, probe
-from headway.bench.errors import BenchError
 from headway.bench.options import Target
-from headway.bench.request import Prompt
 from headway.bench.tokens import LONG_WORDS, SHORT_WORDS, load_tokenizer, token_source
-from headway.bench.workload.prompts import PromptMaker, TokenSource
-from headway.bench.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
 from headway.bundled import STORY
+from headway.load.errors import BenchError
+from headway.load.request import Prompt
+from headway.load.workload.prompts import PromptMaker, TokenSource
+from headway.load.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 from tests.text.tiny_tokenizers import byte_level, save

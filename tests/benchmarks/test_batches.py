@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import batches
-from headway.bench.workload.mix import load_mix
+from headway.load.workload.mix import load_mix
 
 
 def test_the_interactive_load_is_a_mix_with_the_objectives_that_it_is_judged_by(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bookkeeping import PARAMS, build, measure, schedulings
-from headway.policy.policies import POLICIES
+from headway.policy.step.policies import POLICIES
 
 
 def test_steps_of_every_kind_of_request_are_timed() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import classes, servers
 from benchmarks.rounds import Rounds
-from headway.bench.record import FailureKind, RunResult
-from headway.bench.workload.mix import load_mix
-from headway.policy.service_class import table_of
+from headway.load.record import FailureKind, RunResult
+from headway.load.workload.mix import load_mix
+from headway.policy.objectives.service_class import table_of
 from tests.bench.records import failed, request, run
 from tests.benchmarks.peers import program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from benchmarks.fairness import TENANTS, mix, table, tenant
-from headway.tenant_file import Access, key_digest, parse_tenant_file
+from headway.config_files.tenants import Access, key_digest, parse_tenant_file
 
 
 def test_the_flood_sends_so_many_times_as_much_by_its_own_key() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks.optimum import MACHINES, Asked, Clairvoyant, Machine, bound, found, good, instance, measure
-from headway.policy.service_class import ServiceClass
+from headway.policy.objectives.service_class import ServiceClass
 
 MACHINE = Machine(fixed=10.0, token=1.0, decode=1.0)
 

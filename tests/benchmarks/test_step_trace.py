@@ -27,7 +27,7 @@ def figures(text: str) -> list[int]:
 
 def test_the_step_of_every_request_is_in_the_trace(files: list[Entered]) -> None:
     names = {each.name for each in files}
-    assert {"engine/core.py", "policy/scheduler.py", "models/decoder.py", "llm/batch.py"} <= names
+    assert {"engine/core.py", "policy/step/scheduler.py", "models/decoder.py", "llm/batch.py"} <= names
     assert not any(each.room in ("server", "bench", "planner", "cli") for each in files)
     decides_nothing = {f"policy/{name}.py" for name in ("slo", "promises", "shares", "fairness", "victims", "priority")}
     assert not decides_nothing & names, "a request of fcfs enters a policy"

@@ -22,7 +22,7 @@ from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.timing import Deployment
 from headway.engine.executor import StepOutcome
-from headway.policy.plan import StepPlan
+from headway.policy.step.plan import StepPlan
 from tests.calibration.little import LITTLE
 from tests.calibration.machines import a_machine
 

@@ -13,7 +13,7 @@ import sys
 from headway.engine import process
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
-from headway.policy.plan import StepPlan
+from headway.policy.step.plan import StepPlan
 
 KILLER, RAISER = 499, 498
 

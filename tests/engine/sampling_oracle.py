@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from headway.engine import sampling_batch
-from headway.policy.plan import SequenceState
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.plan import SequenceState
+from headway.policy.step.sampling_params import SamplingParams
 
 
 def make_sequence(

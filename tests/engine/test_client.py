@@ -20,10 +20,10 @@ from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, SequenceOutput, TokenLogprobs
 from headway.engine.requests import MOST_DEATHS
-from headway.policy.preload import PreloadedPrompt
-from headway.policy.recording import Arrival, End
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
+from headway.policy.cache.preload import PreloadedPrompt
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
+from headway.policy.step.recording import Arrival, End
+from headway.policy.step.sampling_params import SamplingParams
 from headway.simulator.recording import read_recordings
 from headway.simulator.replay import replay
 from tests.engine.faulty_process import KILLER, RAISER

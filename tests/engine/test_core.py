@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
 from headway.engine.messages import AddRequest, EngineOutputs
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
-from headway.policy.slo import SloPolicy
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 
 MS = 1_000_000
 CLASSES = ClassTable(

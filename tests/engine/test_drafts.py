@@ -10,7 +10,7 @@ import pytest
 
 from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.executor import StepOutcome
-from headway.policy.plan import StepPlan
+from headway.policy.step.plan import StepPlan
 from tests.engine.models import write_config
 
 KINDS: list[dict[str, Any]] = [

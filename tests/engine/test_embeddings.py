@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from headway import LLM, SamplingParams
 from headway.engine.messages import AddRequest
-from headway.policy.plan import StepPlan
-from headway.policy.pooling import PoolingParams
-from headway.pooling import Pooler
+from headway.outputs.pooling import Pooler
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.pooling import PoolingParams
 from tests.models import tiny
 
 SYSTEM = [(11 * i) % 120 + 3 for i in range(37)]

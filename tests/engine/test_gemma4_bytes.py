@@ -16,7 +16,8 @@ from headway.cost.precision import Precision
 from headway.cost.values import ModelError
 from headway.cost.work import step_work
 from headway.engine.memory import bytes_per_block, zero_caches
-from headway.kernels import cpu_choice, kernels_for
+from headway.kernels import kernels_for
+from headway.kernels.cpu import choice as cpu_choice
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model
 from tests.engine.models import TINY_GEMMA4, TINY_LLAMA

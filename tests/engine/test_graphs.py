@@ -20,12 +20,12 @@ from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
 from headway.engine.runner import Runner
-from headway.kernels.cuda import CudaKernels
-from headway.kernels.cuda_experts import Seen
-from headway.kernels.cuda_graphs import Graphs
+from headway.kernels.cuda.experts import Seen
+from headway.kernels.cuda.graphs import Graphs
+from headway.kernels.cuda.kernels import CudaKernels
 from headway.kernels.interface import LayerCache, RoutingCounts
 from headway.models.loading import load_model
-from headway.policy.plan import SequenceState, TableChange
+from headway.policy.step.plan import SequenceState, TableChange
 from tests.engine.models import TINY_GPT_OSS, TINY_LLAMA, TINY_MIXTURE, write_config
 from tests.engine.test_layout import BLOCK, CPU, MOST_SEQUENCES, MOST_TOKENS, part, sequence
 

@@ -15,8 +15,8 @@ from headway import LLM, SamplingParams
 from headway.engine import runner
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
-from headway.kernels import cpu_choice
-from headway.policy.swap import SwapSpace
+from headway.kernels.cpu import choice as cpu_choice
+from headway.policy.cache.swap import SwapSpace
 from tests.engine.models import (
     TINY_GEMMA,
     TINY_GEMMA2,

@@ -12,9 +12,9 @@ import torch
 from headway import LLM, SamplingParams
 from headway.cost.memory import kv_cache_bytes
 from headway.engine import build as building
-from headway.engine.config import SchedulingOptions
 from headway.engine.messages import AddRequest
-from headway.policy.swap import SwapSpace
+from headway.policy.cache.swap import SwapSpace
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.deployed import ServerOptions, deploy
 from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_GPT_OSS, write_config
 

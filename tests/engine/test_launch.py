@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from headway.engine.client import EngineClient, EngineDead
-from headway.policy.preload import PreloadedPrompt
+from headway.policy.cache.preload import PreloadedPrompt
 from tests.engine.test_client import config
 
 

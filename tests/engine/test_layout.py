@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine.layout import ModelInput, StepLayout
-from headway.policy.plan import ScheduledSequence, SequenceState, TableChange
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.plan import ScheduledSequence, SequenceState, TableChange
+from headway.policy.step.sampling_params import SamplingParams
 
 BLOCK, MOST_SEQUENCES, MOST_TOKENS = 4, 70, 400
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway import LLM, AsyncLLM, SamplingParams
-from headway.policy.preload import PreloadedPrompt
+from headway.policy.cache.preload import PreloadedPrompt
 from tests.engine.models import TINY_LLAMA, write_config
 from tests.text.tiny_tokenizers import save_chat_model
 

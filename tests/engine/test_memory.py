@@ -16,7 +16,7 @@ from headway.cost.layers import CacheSpec, Experts
 from headway.engine import memory
 from headway.engine.config import EngineConfig
 from headway.engine.memory import kv_pool_bytes
-from headway.policy.sizing import sampling_bytes
+from headway.policy.cache.sizing import sampling_bytes
 from tests.cost import published
 
 GIB = 1 << 30

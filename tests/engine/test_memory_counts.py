@@ -7,7 +7,7 @@ from collections import Counter
 
 from headway.engine.memory_counts import MemoryCounts
 from headway.engine.messages import EngineStats
-from headway.policy.swap import SwapSpace
+from headway.policy.cache.swap import SwapSpace
 from tests.policy.test_shares import classes, shared
 
 

@@ -19,12 +19,13 @@ from headway.cost.precision import ENGINE_CHECKPOINTS, ENGINE_QUANTIZATIONS, Pre
 from headway.cost.values import ConfigValues
 from headway.cost.work import Operation, step_work
 from headway.engine.memory import bytes_per_block, zero_caches
-from headway.kernels import cpu_choice, kernels_for
-from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_linear import PackedLinear
-from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_simd import BFLOAT16
-from headway.kernels.cpu_team import Team
+from headway.kernels import kernels_for
+from headway.kernels.cpu import choice as cpu_choice
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.memory import LargePages
+from headway.kernels.cpu.simd import BFLOAT16
+from headway.kernels.cpu.team import Team
 from headway.kernels.weights import Weight
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, MixtureMLP
@@ -261,8 +262,8 @@ def random_checkpoint(name: str) -> Weight:
 
 @pytest.mark.parametrize("name", [*ENGINE_CHECKPOINTS, *(each for each in ENGINE_QUANTIZATIONS if each != "none")])
 def test_the_planner_counts_what_lies_on_a_gpu(name: str) -> None:
-    """The layout of one matrix, and of four experts, is that of cuda_packed, which needs no GPU."""
-    pack = pytest.importorskip("headway.kernels.cuda_packed").pack
+    """The layout of one matrix, and of four experts, is that of cuda.packed, which needs no GPU."""
+    pack = pytest.importorskip("headway.kernels.cuda.packed").pack
     if name in ENGINE_CHECKPOINTS:
         weight = random_checkpoint(name)
     else:

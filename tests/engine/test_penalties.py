@@ -9,8 +9,8 @@ import torch
 
 from headway.engine import penalties
 from headway.engine.sampler import Sampler
-from headway.policy.plan import SequenceState
-from headway.policy.sizing import sampling_bytes
+from headway.policy.cache.sizing import sampling_bytes
+from headway.policy.step.plan import SequenceState
 from tests.engine.sampling_oracle import acceptable, logits_of, make_sequence
 
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from headway.engine.messages import (
     Failed,
     Shutdown,
 )
-from headway.policy.intake import INTAKE_NS
-from headway.policy.kv_blocks import CHECKED_AT_ONCE, KVBlocks
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.admission.intake import INTAKE_NS
+from headway.policy.cache.kv_blocks import CHECKED_AT_ONCE, KVBlocks
+from headway.policy.step.sampling_params import SamplingParams
 
 
 class Core:

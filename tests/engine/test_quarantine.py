@@ -19,9 +19,9 @@ from headway.engine.core import EngineCore
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.engine.quarantine import Quarantine
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan
-from headway.policy.request import Sequence
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.step.request import Sequence
 from tests.engine.models import write_config
 
 POISON = "poison"

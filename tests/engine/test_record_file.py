@@ -11,9 +11,9 @@ import pytest
 
 from headway.engine.config import EngineConfig
 from headway.engine.record_file import RecordFile
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.recording import Step
-from headway.policy.scheduler_config import SchedulerConfig
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.step.recording import Step
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator.recording import read_recordings
 
 

@@ -16,8 +16,8 @@ from headway.engine.messages import (
     SequenceTimings,
 )
 from headway.engine.requests import MOST_DEATHS, InFlight, Requests, StreamItem
-from headway.policy.request import Resumed
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.request import Resumed
+from headway.policy.step.sampling_params import SamplingParams
 
 GONE = RuntimeError("the engine is gone")
 

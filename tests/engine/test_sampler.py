@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from headway.engine import sampler as sampler_module
 from headway.engine.sampler import BAD_TOKEN, Sampler
-from headway.kernels.cpu import CpuKernels
-from headway.policy.plan import SequenceState
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.policy.step.plan import SequenceState
 from tests.engine.sampling_oracle import acceptable, distribution, kept, logits_of, make_sequence, ranked
 
 CPU = torch.device("cpu")

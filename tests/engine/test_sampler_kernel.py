@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headway.engine.sampler import Sampler
-from headway.kernels.cpu import CpuKernels
-from headway.policy.plan import SequenceState
-from headway.policy.sizing import sampling_bytes
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.policy.cache.sizing import sampling_bytes
+from headway.policy.step.plan import SequenceState
 from tests.engine.sampling_oracle import logits_of, make_sequence
 from tests.engine.test_penalties import crowd
 

@@ -20,9 +20,9 @@ from headway.engine.build import LoadedEngine
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest
 from headway.engine.start import packed_bytes, start_engine, uncollected
-from headway.kernels import cpu_compile
+from headway.kernels.cpu import compile as cpu_compile
 from headway.models.config import ModelConfig
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 
 BUILT = ["import", "prepare", "choose_kernels", "storage_read", "convert", "layout", "kv_allocation", "warm_up"]
 
@@ -87,7 +87,7 @@ begin_import()
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.process import start_engine
-from headway.kernels import cpu_compile
+from headway.kernels.cpu import compile as cpu_compile
 config = EngineConfig(str(STORY), device="cpu", num_threads=2, kv_cache_memory=1 << 24, enable_prefix_caching=False)
 engine = start_engine(config)
 others = "numba scipy yaml transformers fastapi pydantic rich typer jinja2 tokenizers uvicorn".split()

@@ -11,9 +11,9 @@ from headway.engine.build import EngineError
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.engine.messages import AddRequest
 from headway.engine.swap import STAGED_BYTES, HostBlocks
-from headway.policy.request import Resumed
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.swap import BlockSwap, SwapSpace
+from headway.policy.cache.swap import BlockSwap, SwapSpace
+from headway.policy.step.request import Resumed
+from headway.policy.step.sampling_params import SamplingParams
 from tests.engine.models import write_config
 
 SPECS = [CacheSpec(2, 16, 16), CacheSpec(1, 8, 24)]  # layers need not be alike

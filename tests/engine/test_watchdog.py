@@ -79,7 +79,7 @@ def test_time_in_which_nobody_ran_does_not_count(monkeypatch: pytest.MonkeyPatch
 
 
 def test_time_counts_from_when_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that comes just before a look does not make the pause before it one in which a step should have ended."""
+    """No step should have ended in the pause before a look, where the first request came just before that look."""
     dog, looks = Watchdog(LIMIT_S), iter(range(10**6))
     monkeypatch.setattr(watchdog, "_main_thread", lambda pid: ("S", 0.0))
     monkeypatch.setattr(watchdog, "_LOOKS_IN_LIMIT", 0.25)  # one pause is longer than what ends an engine

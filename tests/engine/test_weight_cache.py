@@ -14,7 +14,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest
 from headway.engine.start import start_engine
 from headway.engine.weight_cache import WeightCache
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 from tests.models import tiny
 
 WRITTEN_S = 30.0

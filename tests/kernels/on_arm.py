@@ -93,7 +93,7 @@ def _is_mapped(page: int) -> bool:
 
 def emulate() -> None:
     """Teams of one thread, whose jobs the emulator runs."""
-    from headway.kernels import cpu_team
+    from headway.kernels.cpu import team as cpu_team
 
     emulator = Emulator()
 
@@ -106,18 +106,16 @@ def emulate() -> None:
 
 def compile_all() -> int:
     """The jobs of every kind; LLVM ends the process where ARM has no such instruction. Returns how many they were."""
-    from headway.kernels import (
-        cpu_attention,
-        cpu_cache,
-        cpu_experts,
-        cpu_groups,
-        cpu_packing,
-        cpu_product,
-        cpu_rows,
-        cpu_sampling,
-    )
-    from headway.kernels.cpu_arithmetic import GROUPED, INT4, INT8, WIDE_INT8
-    from headway.kernels.cpu_simd import BFLOAT16, FLOAT16, FLOAT32
+    from headway.kernels.cpu import attention as cpu_attention
+    from headway.kernels.cpu import cache as cpu_cache
+    from headway.kernels.cpu import experts as cpu_experts
+    from headway.kernels.cpu import groups as cpu_groups
+    from headway.kernels.cpu import packing as cpu_packing
+    from headway.kernels.cpu import product as cpu_product
+    from headway.kernels.cpu import rows as cpu_rows
+    from headway.kernels.cpu import sampling as cpu_sampling
+    from headway.kernels.cpu.arithmetic import GROUPED, INT4, INT8, WIDE_INT8
+    from headway.kernels.cpu.simd import BFLOAT16, FLOAT16, FLOAT32
 
     plain = [(kind, kind) for kind in (FLOAT32, BFLOAT16, FLOAT16)]
     codes = [cpu_rows.take_job()]
@@ -137,7 +135,7 @@ def compile_all() -> int:
 
 def main() -> None:
     answer_as_arm()
-    from headway.kernels import cpu_simd
+    from headway.kernels.cpu import simd as cpu_simd
 
     assert cpu_simd.IS_ARM
     if sys.argv[1:] == ["compile"]:

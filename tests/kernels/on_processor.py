@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from headway.kernels import cpu_simd
+from headway.kernels.cpu import simd as cpu_simd
 from headway.kernels.weights import CODES, Weight
 
 
@@ -25,7 +25,7 @@ def pretend(features: str) -> None:
 
 def check_passes() -> None:
     """Up to MOST_STRAIGHT tokens read a panel straight through; more go through it again, and fetch ahead."""
-    from headway.kernels.cpu_arithmetic import FLOAT32, MOST_STRAIGHT, PANEL_VECTORS, TILE_TOKENS, tile_vectors
+    from headway.kernels.cpu.arithmetic import FLOAT32, MOST_STRAIGHT, PANEL_VECTORS, TILE_TOKENS, tile_vectors
 
     assert tile_vectors(MOST_STRAIGHT, FLOAT32) == PANEL_VECTORS
     assert MOST_STRAIGHT == TILE_TOKENS or tile_vectors(MOST_STRAIGHT + 1, FLOAT32) < PANEL_VECTORS
@@ -33,7 +33,7 @@ def check_passes() -> None:
 
 def check_products(dtype: torch.dtype, quantization: str) -> None:
     """Check products of 1 to 9 tokens, with rows and inputs that are not whole panels and words."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.steps import random
     from tests.kernels.test_cpu_linear import ROUNDING, relative_error, rounded
 
@@ -50,7 +50,7 @@ def check_products(dtype: torch.dtype, quantization: str) -> None:
 
 def check_groups(scheme: str) -> None:
     """Whatever the instructions, the same sums."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.grouped import UNROUNDED, multiplied_out, random_weight, rounded_by_group
     from tests.kernels.steps import random
     from tests.kernels.test_cpu_linear import ROUNDING, relative_error
@@ -67,7 +67,7 @@ def check_groups(scheme: str) -> None:
 
 def check_attention(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
     """A long context that is decoded, its parts merged; a prompt; the middle of a prompt."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels import operations
 
     operations.check_attention(
@@ -76,7 +76,7 @@ def check_attention(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None
 
 
 def check_rows(dtype: torch.dtype) -> None:
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels import operations
 
     kernels = CpuKernels()
@@ -104,7 +104,7 @@ def main() -> None:
     check_attention(torch.bfloat16, torch.int8)
     check_rows(torch.bfloat16)
 
-    from headway.kernels import cpu_arithmetic
+    from headway.kernels.cpu import arithmetic as cpu_arithmetic
 
     print(cpu_arithmetic._VNNI, cpu_arithmetic._PAIRS)
 

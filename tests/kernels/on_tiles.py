@@ -20,19 +20,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headway.kernels import cpu_choice
-from headway.kernels.cpu_matrix import has_matrix_tiles
+from headway.kernels.cpu import choice as cpu_choice
+from headway.kernels.cpu.matrix import has_matrix_tiles
 from headway.kernels.weights import Weight
 from tests.kernels import tile_machine
 
 if TYPE_CHECKING:
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
 
 
 def kernels_with(ways: dict[str, str]) -> CpuKernels:
     """On tiles, in these ways."""
-    from headway.kernels.cpu import CpuKernels
-    from headway.kernels.cpu_choice import VARIABLE
+    from headway.kernels.cpu.choice import VARIABLE
+    from headway.kernels.cpu.kernels import CpuKernels
 
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps({"ways": ways}))
@@ -43,7 +43,7 @@ def kernels_with(ways: dict[str, str]) -> CpuKernels:
 
 def check_integers(scheme: str) -> int:
     """Sums of whole numbers are those of vectors, bit for bit, with a gate or without, wherever tiles begin."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.steps import random
 
     vectors, checked = CpuKernels(tiles=False), 0
@@ -70,7 +70,7 @@ def check_integers(scheme: str) -> int:
 
 def check_groups() -> int:
     """Weights with groups of every size and format give the bits of vectors; some are left on these."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.grouped import CASES, UNROUNDED, random_weight
     from tests.kernels.steps import random
 
@@ -134,7 +134,7 @@ def check_grouped_experts(kernels: CpuKernels) -> int:
 
 def check_experts(scheme: str) -> int:
     """Rows of a plan, whose experts have different numbers of them, come out as those of each expert alone."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.operations import random_experts
     from tests.kernels.steps import random
 
@@ -157,7 +157,7 @@ def check_experts(scheme: str) -> int:
 
 def check_choice(product: str) -> int:
     """All ways can be timed; what is found of them is one of them."""
-    from headway.kernels.cpu_choice import fastest, measured, ways_of
+    from headway.kernels.cpu.choice import fastest, measured, ways_of
 
     rates = measured(product, True)
     assert fastest(product, True, rates) in ways_of(product, True) and "tiles" in rates, (product, rates)
@@ -166,7 +166,7 @@ def check_choice(product: str) -> int:
 
 def check_floats() -> int:
     """A token gets the same among any number of others, and what the instruction's order of sums comes to."""
-    from headway.kernels.cpu import CpuKernels
+    from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels.steps import random
     from tests.kernels.tile_sums import products_of_tiles
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.host import one_thread
 from headway.kernels.interface import LayerCache, SinkQueries
 from headway.kernels.weights import Weight

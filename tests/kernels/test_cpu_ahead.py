@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.kernels import cpu_ahead, cpu_compile
-from headway.kernels.cpu_ahead import compiling
+from headway.kernels.cpu import ahead as cpu_ahead
+from headway.kernels.cpu import compile as cpu_compile
+from headway.kernels.cpu.ahead import compiling
 
 NEEDED = """
 from functools import partial
@@ -23,7 +24,8 @@ import torch
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.start import start_engine
-from headway.kernels import cpu_ahead, cpu_compile
+from headway.kernels.cpu import ahead as cpu_ahead
+from headway.kernels.cpu import compile as cpu_compile
 
 asked, read = set(), cpu_compile.read
 cpu_compile.read = lambda name: asked.add(name) or read(name)
@@ -38,7 +40,7 @@ for scheme in ("none", "int8", "int4"):
 KILLED = """
 import os, signal, sys
 import torch
-from headway.kernels import cpu_ahead
+from headway.kernels.cpu import ahead as cpu_ahead
 
 helpers, start = [], cpu_ahead._silent
 cpu_ahead._silent = lambda *given: helpers.append(start(*given)) or helpers[0]
@@ -175,7 +177,8 @@ import torch
 from headway.bundled import STORY
 from headway.engine.config import EngineConfig
 from headway.engine.start import start_engine
-from headway.kernels import cpu_code, cpu_compile
+from headway.kernels.cpu import code as cpu_code
+from headway.kernels.cpu import compile as cpu_compile
 
 own, compile_entry = [], cpu_compile.compile_entry
 cpu_compile.compile_entry = lambda function: own.append(function.__qualname__) or compile_entry(function)

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headway.kernels import cpu_choice
-from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_arithmetic import INT8, WIDENED
-from headway.kernels.cpu_choice import TOKENS, VARIABLE, Choice, Rates, choice_for, fastest, measured, ways_of
-from headway.kernels.cpu_linear import PackedLinear
-from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_simd import BFLOAT16
-from headway.kernels.cpu_team import Team
+from headway.kernels.cpu import choice as cpu_choice
+from headway.kernels.cpu.arithmetic import INT8, WIDENED
+from headway.kernels.cpu.choice import TOKENS, VARIABLE, Choice, Rates, choice_for, fastest, measured, ways_of
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.memory import LargePages
+from headway.kernels.cpu.simd import BFLOAT16
+from headway.kernels.cpu.team import Team
 from headway.kernels.weights import Weight
 from tests.kernels import operations
 from tests.kernels.steps import random

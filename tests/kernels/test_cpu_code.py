@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.kernels import cpu_code
-from headway.kernels.cpu_code import can_keep, code_folders, drop_stale_code, exclusive, keep, place_of, read, sources
+from headway.kernels.cpu import code as cpu_code
+from headway.kernels.cpu.code import can_keep, code_folders, drop_stale_code, exclusive, keep, place_of, read, sources
 
 NAME = "cpu_b.f-0123.native"
 

@@ -18,16 +18,16 @@ import pytest
 from numba.core.registry import cpu_target
 
 import headway
-from headway.kernels import cpu_compile
-from headway.kernels.cpu_compile import _path_of, address_of, compile_entry, compiled
-from headway.kernels.cpu_simd import add_to, write_integer
+from headway.kernels.cpu import compile as cpu_compile
+from headway.kernels.cpu.compile import _path_of, address_of, compile_entry, compiled
+from headway.kernels.cpu.simd import add_to, write_integer
 
 # A line of input asks for the code of the function with such numbers; it says how often code was compiled, and the sum.
 KERNEL = """
 import ctypes, sys
-from headway.kernels import cpu_compile
-from headway.kernels.cpu_compile import address_of, callable_of, compile_entry, compiled
-from headway.kernels.cpu_simd import add_to
+from headway.kernels.cpu import compile as cpu_compile
+from headway.kernels.cpu.compile import address_of, callable_of, compile_entry, compiled
+from headway.kernels.cpu.simd import add_to
 
 count = 0
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.weights import Groups, Weight
 from headway.models.grouped import expanded, stacked_groups
 from tests.kernels.grouped import CASES, UNROUNDED, multiplied_out, random_weight, rounded_by_group

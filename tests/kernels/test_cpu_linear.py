@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_matrix import has_matrix_tiles, may_use_tiles
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.matrix import has_matrix_tiles, may_use_tiles
 from headway.kernels.weights import QUANTIZATIONS, Weight
 from tests.kernels.on_tiles import check_groups, check_integers
 from tests.kernels.steps import random

@@ -8,8 +8,8 @@ import pytest
 from llvmlite import binding, ir
 from numba import types
 
-from headway.kernels.cpu_ir import I64
-from headway.kernels.cpu_matrix import configure, multiply_one, multiply_two, release
+from headway.kernels.cpu.ir import I64
+from headway.kernels.cpu.matrix import configure, multiply_one, multiply_two, release
 
 SAPPHIRE_RAPIDS = "+amx-tile,+amx-int8,+amx-bf16,+avx512f,+avx512vl"
 VOID = ir.VoidType()

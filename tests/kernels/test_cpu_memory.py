@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from headway.kernels import cpu_memory
-from headway.kernels.cpu_memory import LargePages, interleave, nodes_of
+from headway.kernels.cpu import memory as cpu_memory
+from headway.kernels.cpu.memory import LargePages, interleave, nodes_of
 
 
 @pytest.fixture

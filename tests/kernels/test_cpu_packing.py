@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.cpu_arithmetic import PANEL
-from headway.kernels.cpu_choice import choice_for
-from headway.kernels.cpu_linear import PackedLinear
-from headway.kernels.cpu_memory import LargePages
-from headway.kernels.cpu_team import Team
+from headway.kernels.cpu.arithmetic import PANEL
+from headway.kernels.cpu.choice import choice_for
+from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.memory import LargePages
+from headway.kernels.cpu.team import Team
 from headway.kernels.weights import SILU, Weight
 from tests.kernels.steps import random
 

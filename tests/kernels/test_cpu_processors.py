@@ -12,8 +12,9 @@ from llvmlite import binding
 from numba.core import config
 from numba.core.codegen import JITCPUCodegen
 
-from headway.kernels import cpu_compile, cpu_team
-from headway.kernels.cpu_simd import IS_X86
+from headway.kernels.cpu import compile as cpu_compile
+from headway.kernels.cpu import team as cpu_team
+from headway.kernels.cpu.simd import IS_X86
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.kernels.cpu import CpuKernels
-from headway.kernels.cpu_arena import Arena
+from headway.kernels.cpu.arena import Arena
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.interface import AttentionShape, StepGeometry
 from headway.kernels.weights import Weight
 from tests.kernels.operations import empty_cache, random_experts
@@ -157,7 +157,7 @@ def test_a_mixture_is_repeated_for_other_tokens_and_other_experts() -> None:
 
 
 def test_only_so_many_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.kernels.cpu._MOST_PROGRAMS", 3)
+    monkeypatch.setattr("headway.kernels.cpu.kernels._MOST_PROGRAMS", 3)
     kernels, step = CpuKernels(), step_of([1], [1], BLOCK)[0]
     x, weight = random(0, torch.float32, 4, 16), torch.ones(16)
     for key in (1, 2, 3, 4, 1, 4):

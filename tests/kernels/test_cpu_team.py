@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from headway.kernels import cpu_team
-from headway.kernels.cpu_compile import callable_of
-from headway.kernels.cpu_simd import add_to, pause, read_int64, read_shared, take_ticket
-from headway.kernels.cpu_team import Team, job, tickets
+from headway.kernels.cpu import team as cpu_team
+from headway.kernels.cpu.compile import callable_of
+from headway.kernels.cpu.simd import add_to, pause, read_int64, read_shared, take_ticket
+from headway.kernels.cpu.team import Team, job, tickets
 from tests.kernels.steps import torch_threads
 
 LAYOUT = struct.Struct("2q")

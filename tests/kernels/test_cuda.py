@@ -12,8 +12,8 @@ from tests.kernels.steps import random, step_of
 
 pytest.importorskip("triton")
 import tests.kernels.interpreted  # noqa: F401
-from headway.kernels.cuda import CudaKernels
-from headway.kernels.cuda_attention import count_splits
+from headway.kernels.cuda.attention import count_splits
+from headway.kernels.cuda.kernels import CudaKernels
 
 # Without a GPU, tests/conftest.py has set TRITON_INTERPRET before anything could import Triton.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, SILU, Groups, Product, Weight
 from tests.kernels import operations
@@ -20,8 +20,8 @@ from tests.kernels.steps import random
 
 pytest.importorskip("triton")
 import tests.kernels.interpreted  # noqa: F401
-from headway.kernels.cuda import CudaKernels
-from headway.kernels.cuda_packed import pack
+from headway.kernels.cuda.kernels import CudaKernels
+from headway.kernels.cuda.packed import pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Errors of the result, compared with exact products of the weights as they are defined. Triton's interpreter truncates

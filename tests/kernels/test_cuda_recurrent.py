@@ -14,7 +14,7 @@ from tests.kernels.steps import assert_close, on, random, step_of
 
 pytest.importorskip("triton")
 import tests.kernels.interpreted  # noqa: F401
-from headway.kernels.cuda import CudaKernels
+from headway.kernels.cuda.kernels import CudaKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = ReferenceKernels()

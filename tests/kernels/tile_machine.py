@@ -13,8 +13,8 @@ import mmap
 
 import numpy as np
 
-from headway.kernels.cpu_compile import address_of, compiled, external
-from headway.kernels.cpu_simd import (
+from headway.kernels.cpu.compile import address_of, compiled, external
+from headway.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
     add_to,

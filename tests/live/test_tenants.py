@@ -25,8 +25,8 @@ import msgspec
 import psutil
 import pytest
 
-from headway.policy.quota import TOTAL, UNITS, Record, Reserve, Settle, State
-from headway.tenant_file import key_digest
+from headway.config_files.tenants import key_digest
+from headway.policy.admission.quota import TOTAL, UNITS, Record, Reserve, Settle, State
 from tests.live.conftest import Served
 
 # Clients of each tenant, and its limits of requests and tokens a minute; 0 for none. A request of `small` is more than
@@ -114,7 +114,7 @@ class Crowd:
 
 @dataclass
 class Bucket:
-    """A budget that refills: what `headway.policy.quota.Meter` is to be, written once more."""
+    """A budget that refills: what `headway.policy.admission.quota.Meter` is to be, written once more."""
 
     limit: int
     at_ns: int

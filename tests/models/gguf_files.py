@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.models import families
-from headway.models.gguf_config import ARCHITECTURES
-from headway.models.gguf_names import gguf_name
+from headway.models.gguf.config import ARCHITECTURES
+from headway.models.gguf.names import gguf_name
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

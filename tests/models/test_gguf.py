@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from headway import LLM, SamplingParams
 from headway.cost.values import ModelError
 from headway.kernels import kernels_for
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.models.decoder import Decoder
 from headway.models.folder import resolve_model
-from headway.models.gguf import read_gguf
-from headway.models.gguf_blocks import BLOCKS, packed_blocks
-from headway.models.gguf_config import folder_of
-from headway.models.gguf_tokenizer import tokenizer_files
+from headway.models.gguf.blocks import BLOCKS, packed_blocks
+from headway.models.gguf.config import folder_of
+from headway.models.gguf.files import read_gguf
+from headway.models.gguf.tokenizer import tokenizer_files
 from headway.models.grouped import expanded
 from headway.models.loading import load_model
 from headway.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 
-from headway.models.gguf_tokenizer import tokenizer_files
+from headway.models.gguf.tokenizer import tokenizer_files
 from headway.models.latent_attention import LatentWeights
 from tests.kernels.test_cpu_linear import relative_error
 from tests.models import gguf_files, tiny

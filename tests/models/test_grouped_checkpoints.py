@@ -16,7 +16,7 @@ from headway.cost.values import ConfigValues
 from headway.engine.config import EngineConfig
 from headway.engine.start import packed_bytes
 from headway.kernels import kernels_for
-from headway.kernels.cpu_linear import PackedLinear
+from headway.kernels.cpu.linear import PackedLinear
 from headway.models.checkpoint import SINGLE_FILE
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder

@@ -17,8 +17,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headway.engine.config import EngineConfig
 from headway.engine.start import packed_bytes
-from headway.kernels import cpu_choice, kernels_for
-from headway.kernels.cpu_linear import PackedLinear
+from headway.kernels import kernels_for
+from headway.kernels.cpu import choice as cpu_choice
+from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.reference import ReferenceKernels
 from headway.models.checkpoint import SINGLE_FILE
 from headway.models.config import ModelConfig, ModelError

@@ -21,8 +21,8 @@ from tests.models.test_grouped_checkpoints import FORMATS, MIXTURES, STEPS
 
 pytest.importorskip("triton")
 import tests.kernels.interpreted  # noqa: F401
-from headway.kernels.cuda import CudaKernels, PackedLinear
-from headway.kernels.cuda_experts import CudaMixture
+from headway.kernels.cuda.experts import CudaMixture
+from headway.kernels.cuda.kernels import CudaKernels, PackedLinear
 
 pytestmark = pytest.mark.timeout(600)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ from headway.planner.formulas import formulas
 from headway.planner.levers import find_levers
 from headway.planner.make import make_plan
 from headway.planner.request import PlanError, PlanRequest
-from headway.policy.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
+from headway.policy.cache.sizing import CPU_SHARE, default_batched_tokens, sampling_bytes
 from tests.calibration.machines import HARDWARE, a_machine
 from tests.planner.command_line import CommandLine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.models.gguf_config import folder_of
+from headway.models.gguf.config import folder_of
 from headway.planner.models import find_model
 from headway.planner.request import PlanError, PlanRequest
 from headway.planner.resolve import resolve

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from headway.policy.request import NEVER, Sequence, Status
-from headway.policy.step_time import StepWork
+from headway.policy.step.request import NEVER, Sequence, Status
+from headway.policy.step.step_time import StepWork
 from tests.policy.simulation import make_sequence
 
 MS = 1_000_000

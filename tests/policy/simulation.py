@@ -13,25 +13,25 @@ from typing import Any
 import msgspec
 
 from headway.cost.layers import AttentionSinks
-from headway.policy.accounting import StepTimes
-from headway.policy.intake import check, fit_to_context, sequences_of, taken_up
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import PASSED, KVCacheGroup, kv_cache_groups
-from headway.policy.plan import ScheduledSequence, SequenceState, StepPlan, work_of
-from headway.policy.pooling import PoolingParams
-from headway.policy.promises import MOST_LEFT_OUT_NS, is_promised
-from headway.policy.queue_bound import Place, QueueBound, QueueLimits
-from headway.policy.request import Request, Sequence, Status
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
-from headway.policy.sizing import pool_size
-from headway.policy.slo import SloPolicy
-from headway.policy.step_budget import MIXED, Sharing
-from headway.policy.step_time import StepTimeModel, StepWork
-from headway.policy.swap import NO_SWAP, SwapSpace
-from headway.policy.tenants import DEFAULT_TENANT
+from headway.policy.admission.intake import check, fit_to_context, sequences_of, taken_up
+from headway.policy.admission.queue_bound import Place, QueueBound, QueueLimits
+from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import PASSED, KVCacheGroup, kv_cache_groups
+from headway.policy.cache.sizing import pool_size
+from headway.policy.cache.swap import NO_SWAP, SwapSpace
+from headway.policy.objectives.promises import MOST_LEFT_OUT_NS, is_promised
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan, work_of
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.request import Request, Sequence, Status
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.step_budget import MIXED, Sharing
+from headway.policy.step.step_time import StepTimeModel, StepWork
 
 VOCAB_SIZE = 1000
 

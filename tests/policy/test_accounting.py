@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.accounting import Accounting, StepTimes
-from headway.policy.ledger import Ledger, Phase, PhaseClock
-from headway.policy.plan import ScheduledSequence, StepPlan, work_of
-from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from headway.policy.step.accounting import Accounting, StepTimes
+from headway.policy.step.ledger import Ledger, Phase, PhaseClock
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.request import Sequence, Status
+from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.simulation import check_ledger, make_sequence
 
 

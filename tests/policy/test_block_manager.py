@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headway.cost.layers import AttentionSinks
-from headway.policy.block_manager import BlockManager
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import PASSED, kv_cache_groups, most_blocks
-from headway.policy.plan import StepPlan, state_of
-from headway.policy.request import Request, Sequence, Status
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.step_time import StepTimeModel
-from headway.policy.swap import HostPool, SwapSpace
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.block_manager import BlockManager
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import PASSED, kv_cache_groups, most_blocks
+from headway.policy.cache.swap import HostPool, SwapSpace
+from headway.policy.step.plan import StepPlan, state_of
+from headway.policy.step.request import Request, Sequence, Status
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.step_time import StepTimeModel
 
 SIZE, LONGEST, LARGEST_STEP = 2, 24, 6
 # The content of a place in a block: the group, the salt, and the tokens up to the one whose keys and values these are.

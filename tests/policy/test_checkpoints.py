@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.checkpoints import Checkpoints
+from headway.policy.cache.checkpoints import Checkpoints
 from tests.policy.simulation import Simulation
 
 SYSTEM = list(range(100, 121))

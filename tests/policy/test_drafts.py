@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.plan import ScheduledSequence
-from headway.policy.request import FinishReason, Sequence
+from headway.policy.step.plan import ScheduledSequence
+from headway.policy.step.request import FinishReason, Sequence
 from tests.policy.simulation import Simulation, check_ledger
 from tests.policy.test_scheduler_faults import Faulty
 

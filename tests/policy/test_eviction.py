@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headway.policy.accounting import StepTimes
-from headway.policy.eviction import BRANCHES, HASTE, LIFETIME, Queue
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.service_class import BUILT_IN
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.eviction import BRANCHES, HASTE, LIFETIME, Queue
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.step.accounting import StepTimes
 from tests.policy.simulation import Simulation, make_request
 
 OWNERS = ("interactive", "offline", "gone")

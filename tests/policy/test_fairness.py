@@ -8,10 +8,10 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from headway.policy.fairness import FairSequences
-from headway.policy.policies import POLICIES
-from headway.policy.request import Sequence
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.objectives.fairness import FairSequences
+from headway.policy.step.policies import POLICIES
+from headway.policy.step.request import Sequence
+from headway.policy.step.sampling_params import SamplingParams
 
 
 @settings(max_examples=200, deadline=None)

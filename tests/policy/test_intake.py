@@ -7,10 +7,10 @@ import itertools
 import msgspec
 import pytest
 
-from headway.policy.intake import INTAKE_NS, check, sequences_of, taken_up
-from headway.policy.request import FinishReason, Request, Resumed
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.stopping import finish_reason, stop_ids, stop_reason
+from headway.policy.admission.intake import INTAKE_NS, check, sequences_of, taken_up
+from headway.policy.step.request import FinishReason, Request, Resumed
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.stopping import finish_reason, stop_ids, stop_reason
 from tests.policy.simulation import Simulation
 
 EOS = [0, 2]

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headway.policy.kv_blocks import KVBlocks, OutOfBlocks
-from headway.policy.prefix_index import PrefixMatch
+from headway.policy.cache.kv_blocks import KVBlocks, OutOfBlocks
+from headway.policy.cache.prefix_index import PrefixMatch
 
 
 def fill(pool: KVBlocks, tokens: list[int], salt: str = "") -> list[int]:

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cost.layers import AttentionSinks
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import (
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import (
     MOST_GROUPS,
     decode_blocks,
     group_layers,
     kv_cache_groups,
     most_blocks,
 )
-from headway.policy.preload import PreloadedPrompt, room_for
-from headway.policy.swap import NO_SWAP, SwapSpace
+from headway.policy.cache.preload import PreloadedPrompt, room_for
+from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from tests.policy.simulation import Simulation
 from tests.policy.test_drafts import Drafting
 

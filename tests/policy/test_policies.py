@@ -17,15 +17,15 @@ import pytest
 from headway import LLM, SamplingParams
 from headway.bench.results import load_json
 from headway.engine.config import EngineConfig
-from headway.policy.order import Orders
-from headway.policy.plan import ScheduledSequence
-from headway.policy.policies import POLICIES, policy_class
-from headway.policy.request import FinishReason, Sequence
-from headway.policy.scheduling_policy import SchedulingPolicy
-from headway.policy.sequences import Step
-from headway.policy.step_budget import StepBudget
-from headway.policy.step_time import StepWork
-from headway.policy.swap import SwapSpace
+from headway.policy.cache.swap import SwapSpace
+from headway.policy.step.order import Orders
+from headway.policy.step.plan import ScheduledSequence
+from headway.policy.step.policies import POLICIES, policy_class
+from headway.policy.step.request import FinishReason, Sequence
+from headway.policy.step.scheduling_policy import SchedulingPolicy
+from headway.policy.step.sequences import Step
+from headway.policy.step.step_budget import StepBudget
+from headway.policy.step.step_time import StepWork
 from tests.policy.simulation import Simulation
 from tests.simulator.test_run import MODEL, simulate
 
@@ -156,7 +156,9 @@ def test_whatever_a_policy_answers_the_books_are_straight(seed: int, monkeypatch
     sim.check_all_closed()
 
 
-BAD = "from headway.policy.order import Orders\nfrom headway.policy.scheduling_policy import SchedulingPolicy\n"
+BAD = (
+    "from headway.policy.step.order import Orders\nfrom headway.policy.step.scheduling_policy import SchedulingPolicy\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,11 @@ BAD = "from headway.policy.order import Orders\nfrom headway.policy.scheduling_p
         ("bad:Mine", "1 / 0", "bad cannot be imported: ZeroDivisionError: division by zero"),
         ("bad:Mine", "def a(:", "bad cannot be imported: SyntaxError"),
         ("bad:Mine", "", "module 'bad' has no class 'Mine'"),
-        ("bad:Mine", "class Mine: pass", "is not a policy; derive the class from headway.policy.scheduling_policy."),
+        (
+            "bad:Mine",
+            "class Mine: pass",
+            "is not a policy; derive the class from headway.policy.step.scheduling_policy.",
+        ),
         ("bad:Mine", "Mine = 3", "is not a policy"),
         (
             "bad:Mine",

@@ -7,10 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.preload import PreloadedPrompt, room_for
-from headway.policy.slo import SloPolicy
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.preload import PreloadedPrompt, room_for
+from headway.policy.objectives.slo import SloPolicy
 from tests.policy.simulation import Simulation, make_request
 from tests.policy.test_shares import classes
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.promises import (
+from headway.policy.objectives.promises import (
     DECODE_SHARE,
     LEAST_MARGIN,
     MOST_LEFT_OUT_NS,
@@ -18,8 +18,8 @@ from headway.policy.promises import (
     Promises,
     Yield,
 )
-from headway.policy.request import Sequence
-from headway.policy.step_time import StepWork
+from headway.policy.step.request import Sequence
+from headway.policy.step.step_time import StepWork
 from tests.policy.exact import MS, Exact, decoding, waiting
 
 # Nothing beside prompts takes time: their pace is the whole machine's.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits, Queues
-from headway.policy.service_class import BUILT_IN, ClassTable, ServiceClass
+from headway.policy.admission.queue_bound import MAX_RETRY_AFTER_S, Place, QueueBound, QueueLimits, Queues
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9

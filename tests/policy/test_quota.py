@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from headway.policy.output_lengths import OutputBound
-from headway.policy.quota import MINUTE_US, TOTAL, OverLimit, Quotas, Record, Settle, State
-from headway.policy.tenants import Limits, Tenant, TenantTable
+from headway.policy.admission.quota import MINUTE_US, TOTAL, OverLimit, Quotas, Record, Settle, State
+from headway.policy.admission.tenants import Limits, Tenant, TenantTable
+from headway.policy.objectives.output_lengths import OutputBound
 
 SECOND = 1_000_000_000
 NAMES = ("acme", "lab", "default")  # the last one is not in the table

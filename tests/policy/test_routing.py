@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from headway.policy.queue_bound import QueueLimits, Queues
-from headway.policy.request import Request
-from headway.policy.routing import MOST_OF_MEAN, PREFIX_TOKENS, ROUTERS, Router
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.admission.queue_bound import QueueLimits, Queues
+from headway.policy.fleet.routing import MOST_OF_MEAN, PREFIX_TOKENS, ROUTERS, Router
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.request import Request
+from headway.policy.step.sampling_params import SamplingParams
 
 CLASSES = ClassTable((ServiceClass(name="chat", ttft_ms=200.0), ServiceClass(name="batch")), "chat")
 

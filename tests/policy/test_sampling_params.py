@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headway.policy.sampling_params import InvalidParameter, SamplingParams
+from headway.policy.step.sampling_params import InvalidParameter, SamplingParams
 
 INTEGERS = {
     "n": (1, 128),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway.policy.scaling import Scaler, ScalingRule
+from headway.policy.fleet.scaling import Scaler, ScalingRule
 
 S = 1_000_000_000
 

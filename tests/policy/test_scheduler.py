@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.ledger import Phase
-from headway.policy.order import AGEING_NS, Orders
-from headway.policy.plan import StepPlan
-from headway.policy.policies import POLICIES
-from headway.policy.priority import PriorityPolicy
-from headway.policy.request import FinishReason, Status
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.step_budget import PREFILL_FIRST
-from headway.policy.swap import SwapSpace
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.swap import SwapSpace
+from headway.policy.objectives.priority import PriorityPolicy
+from headway.policy.step.ledger import Phase
+from headway.policy.step.order import AGEING_NS, Orders
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.policies import POLICIES
+from headway.policy.step.request import FinishReason, Status
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.step_budget import PREFILL_FIRST
 from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.ledger import Phase
-from headway.policy.request import FinishReason, Sequence
+from headway.policy.step.ledger import Phase
+from headway.policy.step.request import FinishReason, Sequence
 from tests.policy.simulation import Simulation, check_ledger
 
 

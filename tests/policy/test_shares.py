@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.plan import ScheduledSequence, StepPlan
-from headway.policy.request import Sequence, Status
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sequences import Step
-from headway.policy.service_class import ClassTable, ServiceClass
-from headway.policy.slo import SloPolicy
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.plan import ScheduledSequence, StepPlan
+from headway.policy.step.request import Sequence, Status
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.sequences import Step
 from tests.policy.simulation import Simulation, check_ledger
 
 

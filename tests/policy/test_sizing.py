@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.policy.sizing import PoolSize, cpu_pool_bytes, default_batched_tokens, pool_size, shared_pool_bytes
+from headway.policy.cache.sizing import PoolSize, cpu_pool_bytes, default_batched_tokens, pool_size, shared_pool_bytes
 
 GIB, MIB = 2**30, 2**20
 

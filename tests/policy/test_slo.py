@@ -11,20 +11,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headway.policy.decisions import Decision
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.ledger import Phase
-from headway.policy.order import deadline
-from headway.policy.output_lengths import OutputLengths
-from headway.policy.plan import work_of
-from headway.policy.prefix_batching import PrefixLeaders
-from headway.policy.request import FinishReason, Sequence, Status
-from headway.policy.service_class import ClassTable, ServiceClass
-from headway.policy.shares import Shares
-from headway.policy.slo import SloPolicy
-from headway.policy.step_budget import StepBudget
-from headway.policy.step_time import StepWork
-from headway.policy.window import MOST_OF_TIME_LEFT, Window
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.output_lengths import OutputLengths
+from headway.policy.objectives.prefix_batching import PrefixLeaders
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.objectives.shares import Shares
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.objectives.window import MOST_OF_TIME_LEFT, Window
+from headway.policy.step.decisions import Decision
+from headway.policy.step.ledger import Phase
+from headway.policy.step.order import deadline
+from headway.policy.step.plan import work_of
+from headway.policy.step.request import FinishReason, Sequence, Status
+from headway.policy.step.step_budget import StepBudget
+from headway.policy.step.step_time import StepWork
 from tests.policy.exact import MS, Exact, waiting
 from tests.policy.simulation import Simulation, make_sequence
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy import step_time
-from headway.policy.ledger import Phase
-from headway.policy.request import Status
-from headway.policy.step_budget import TOKENS_UNTIL_LEARNT, StepBudget
-from headway.policy.step_time import StepTimeModel, StepWork, pairs
+from headway.policy.step import step_time
+from headway.policy.step.ledger import Phase
+from headway.policy.step.request import Status
+from headway.policy.step.step_budget import TOKENS_UNTIL_LEARNT, StepBudget
+from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.exact import MS, Exact
 from tests.policy.simulation import Simulation
 

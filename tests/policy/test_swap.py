@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.ledger import Phase
-from headway.policy.plan import StepPlan
-from headway.policy.request import Sequence, Status
-from headway.policy.step_time import StepTimeModel, StepWork
-from headway.policy.swap import HostPool, SwapSpace
+from headway.policy.cache.swap import HostPool, SwapSpace
+from headway.policy.step.ledger import Phase
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence, Status
+from headway.policy.step.step_time import StepTimeModel, StepWork
 from tests.policy.simulation import Simulation, check_ledger
 
 FREE = SwapSpace(64)  # copying takes no time

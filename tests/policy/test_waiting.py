@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy import order
-from headway.policy.ledger import Phase
-from headway.policy.order import AGEING_NS, PRIORITY
-from headway.policy.prefix_index import PrefixIndex
-from headway.policy.priority import PriorityPolicy
-from headway.policy.request import FinishReason, Sequence, Status
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.cache.prefix_index import PrefixIndex
+from headway.policy.objectives.priority import PriorityPolicy
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step import order
+from headway.policy.step.ledger import Phase
+from headway.policy.step.order import AGEING_NS, PRIORITY
+from headway.policy.step.request import FinishReason, Sequence, Status
 from tests.policy.simulation import Simulation
 
 SECOND = 10**9

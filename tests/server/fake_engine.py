@@ -20,7 +20,7 @@ from headway.engine.messages import (
     SequenceTimings,
     TokenLogprobs,
 )
-from headway.policy.service_class import BUILT_IN, ClassTable
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
 
 Reply = Callable[[AddRequest, int], list[int]]

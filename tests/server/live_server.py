@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from headway.server.app import create_app
+from headway.server.edge.listening import Certificate, bind
 from headway.server.lifecycle import Server
-from headway.server.listening import Certificate, bind
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.policy.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer

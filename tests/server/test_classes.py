@@ -15,12 +15,12 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.class_file import read_class_file
-from headway.policy.service_class import BUILT_IN
+from headway.config_files.classes import read_class_file
+from headway.config_files.tenants import Access, read_tenant_file
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.server.api.schemas import CompletionBody
 from headway.server.app import create_app
 from headway.server.classes import terms_of
-from headway.server.schemas import CompletionBody
-from headway.tenant_file import Access, read_tenant_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually, settings

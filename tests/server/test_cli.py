@@ -19,12 +19,12 @@ from rich.console import Console
 import headway
 from headway.cli import main
 from headway.cli.serve import short_name
+from headway.config_files.tenants import Access, TenantFile
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.flags import size, tokens
 from headway.server.settings import ServerSettings
 from headway.server.startup_display import StartupDisplay
-from headway.tenant_file import Access, TenantFile
 from headway.text.chat_template import advice
 from headway.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import byte_level, save, save_chat_model

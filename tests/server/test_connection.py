@@ -11,10 +11,10 @@ from collections.abc import Callable
 import httptools
 import pytest
 
-from headway.server import connection as limits
-from headway.server.connection import Connection
-from headway.server.http_head import MAX_HEAD
-from headway.server.pacing import Pace
+from headway.server.edge import connection as limits
+from headway.server.edge.connection import Connection
+from headway.server.edge.http_head import MAX_HEAD
+from headway.server.edge.pacing import Pace
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_slow_requests import connect, read_until

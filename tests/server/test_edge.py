@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from headway.config_files.tenants import parse_tenant_file
 from headway.flags import listed
-from headway.tenant_file import parse_tenant_file
 from tests.server.live_server import LiveServer
 
 StartServer = Callable[..., LiveServer]

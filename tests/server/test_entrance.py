@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headway.server import entrance
-from headway.server.connection import Connection
+from headway.server.edge import entrance
+from headway.server.edge.connection import Connection
+from headway.server.edge.probes import MAX_PROBE, Probes
 from headway.server.errors import unavailable
-from headway.server.probes import MAX_PROBE, Probes
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_connection import BODY, POST, Reader

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from headway.server import prompts, request_body
+from headway.server.api import prompts, request_body
+from headway.server.api.request_body import MAX_VALUES, PIECE_BYTES, SMALL_BYTES, BodyReader, check_body
+from headway.server.api.schemas import ChatBody, CompletionBody, TokenIds
 from headway.server.errors import ApiError, bad_request
-from headway.server.request_body import MAX_VALUES, PIECE_BYTES, SMALL_BYTES, BodyReader, check_body
-from headway.server.schemas import ChatBody, CompletionBody, TokenIds
 from headway.text import process
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer

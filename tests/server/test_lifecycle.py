@@ -321,7 +321,7 @@ def test_a_second_signal_ends_a_process_that_is_too_busy_for_the_first() -> None
     """Python runs a handler between two of its instructions, and one that calls C may take for ever."""
     code = (
         "import hashlib, signal\n"
-        "from headway.server.last_signal import kill_at_the_next\n"
+        "from headway.server.edge.last_signal import kill_at_the_next\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "kill_at_the_next(signal.SIGTERM)\n"
         "print('busy', flush=True)\n"

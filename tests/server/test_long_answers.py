@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from headway.engine.messages import AddRequest
-from headway.server import answers
-from headway.server.answers import TOKENS_BETWEEN_PAUSES, Answer, written
-from headway.server.choices import ServedChoice
+from headway.server.api import answers
+from headway.server.api.answers import TOKENS_BETWEEN_PAUSES, Answer, written
+from headway.server.api.choices import ServedChoice
 from headway.server.generation import IN_ONE_TURN, Generation
 from headway.server.text_work import THREADS
 from tests.server.fake_engine import FakeEngine

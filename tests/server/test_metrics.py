@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headway.engine.messages import EngineStats
-from headway.policy.service_class import BUILT_IN
-from headway.server.connection import Connection
-from headway.server.metrics import SECONDS, Metrics
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.server.edge.connection import Connection
+from headway.server.metrics.metrics import SECONDS, Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
 from tests.server.test_faults import RawClient

@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from headway.config_files.tenants import Access
 from headway.server import app
-from headway.server.api_page import api_page
-from headway.tenant_file import Access
+from headway.server.api.api_page import api_page
 from tests.server.live_server import LiveServer
 
 CHECKS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headway.server.pacing import Pace, Shared
+from headway.server.edge.pacing import Pace, Shared
 
 
 async def test_a_crowd_takes_turns_and_the_loop_goes_on_between_them() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from headway.policy.sampling_params import SamplingParams
-from headway.policy.service_class import ServiceClass
+from headway.policy.objectives.service_class import ServiceClass
+from headway.policy.step.sampling_params import SamplingParams
+from headway.server.api.parameters import fitted_params, sampling_params, server_defaults
+from headway.server.api.schemas import ChatBody, CompletionBody
 from headway.server.errors import ApiError
-from headway.server.parameters import fitted_params, sampling_params, server_defaults
-from headway.server.schemas import ChatBody, CompletionBody
 from headway.text.tokenizer import TextError
 
 CLASS = ServiceClass(name="any")

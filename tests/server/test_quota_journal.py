@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headway.policy.quota import Quotas
-from headway.policy.tenants import Tenant, TenantTable
+from headway.policy.admission.quota import Quotas
+from headway.policy.admission.tenants import Tenant, TenantTable
 from headway.server.quota_journal import QuotaJournal
 
 TABLE = TenantTable((Tenant(name="acme", tokens_per_minute=1000),))

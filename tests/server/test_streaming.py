@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headway.server.api.streaming import EventWriter, SlowReader
 from headway.server.errors import unavailable
-from headway.server.streaming import EventWriter, SlowReader
 
 
 class Pipe:

@@ -14,9 +14,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.policy.quota import Meter
+from headway.config_files.tenants import key_digest, read_tenant_file
+from headway.policy.admission.quota import Meter
 from headway.server.quotas import _duration
-from headway.tenant_file import key_digest, read_tenant_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually, settings
@@ -231,7 +231,7 @@ def test_a_reload_takes_other_limits(server: LiveServer, file: Path) -> None:
 def test_each_tenant_has_metrics_and_those_beyond_some_are_other(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.server.tenant_metrics.MOST_LABELS", 2)
+    monkeypatch.setattr("headway.server.metrics.tenants.MOST_LABELS", 2)
     server.service.metrics.by_tenant.set_tenants(server.service.tenants.table)
     server.engine.passed_over = 3
     for tenant in ("few", "few", "few", "free", "small"):

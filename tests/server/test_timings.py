@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engine.messages import SequenceTimings
-from headway.policy.ledger import Phase
-from headway.policy.service_class import ServiceClass
+from headway.policy.objectives.service_class import ServiceClass
+from headway.policy.step.ledger import Phase
 from headway.server.classes import Terms
 from headway.server.timings import ChoiceTimings, Stamps, with_timings
 from tests.server.fake_engine import FakeEngine

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from headway.server.entrance import HANDSHAKES_PER_TURN, Entrance
-from headway.server.listening import Certificate, StartupError
+from headway.server.edge.entrance import HANDSHAKES_PER_TURN, Entrance
+from headway.server.edge.listening import Certificate, StartupError
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually, settings
 from tests.server.test_connection import BODY, POST, Reader

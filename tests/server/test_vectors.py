@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from headway.class_file import read_class_file
+from headway.config_files.classes import read_class_file
 from headway.text.tokenizer import Tokenizer
 from tests.server.batches.test_batch_command import Command, read, write
 from tests.server.fake_engine import WIDTH, FakeEngine
@@ -321,7 +321,7 @@ def test_files_of_requests_may_ask_for_embeddings(model_folder: Path, tmp_path: 
 def test_quotas_are_charged_the_tokens_of_prompts(
     start_server: Callable[..., LiveServer], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    from headway.tenant_file import read_tenant_file
+    from headway.config_files.tenants import read_tenant_file
 
     path = tmp_path / "tenants.toml"
     path.write_text('[[tenant]]\nname = "default"\ntokens_per_minute = 1000\n')

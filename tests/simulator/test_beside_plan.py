@@ -12,8 +12,8 @@ import pytest
 
 from headway.cost.catalogue import find_hardware
 from headway.cost.requests import RequestShape
-from headway.engine.config import SchedulingOptions
 from headway.planner.engines import find_profile
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.server import simulate

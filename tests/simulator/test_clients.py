@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from headway.bench.client.load import LoadMode
-from headway.bench.record import FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
-from headway.bench.workload.build import Workload, build_workload
-from headway.bench.workload.spec import WorkloadSpec
-from headway.engine.config import SchedulingOptions
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.service_class import BUILT_IN
-from headway.policy.sizing import PoolSize
+from headway.load.record import FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
+from headway.load.workload.build import Workload, build_workload
+from headway.load.workload.spec import WorkloadSpec
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.clients import BEGAN_NS, Clients
 from headway.simulator.prompts import SketchSource, ids_of
 from headway.simulator.server import simulate

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.optimum import MACHINES, Machine
-from headway.policy.accounting import StepTimes
-from headway.policy.fairness import FairSequences
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.quota import Quotas
-from headway.policy.request import Sequence
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
-from headway.policy.tenants import Tenant, TenantTable
+from headway.policy.admission.quota import Quotas
+from headway.policy.admission.tenants import Tenant, TenantTable
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.fairness import FairSequences
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator.server import Answer, simulate
 from headway.simulator.traffic import Arrival, arrival
 

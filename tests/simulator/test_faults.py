@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import Violation, campaign, live
-from headway.engine.config import SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.ledger import Ledger, Phase
-from headway.policy.plan import StepPlan
-from headway.policy.queue_bound import Place
-from headway.policy.quota import Quotas
-from headway.policy.request import FinishReason
-from headway.policy.scheduler import Scheduler
-from headway.policy.sequences import Sequences
-from headway.policy.sizing import PoolSize
-from headway.policy.slo import SloPolicy
+from headway.policy.admission.queue_bound import Place
+from headway.policy.admission.quota import Quotas
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.ledger import Ledger, Phase
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import FinishReason
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.sequences import Sequences
 from headway.simulator import engine
 from headway.simulator.answers import EngineDied
 from headway.simulator.server import Server, Simulated, simulate

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.measures.trials import ProbeOutcome
 from headway.bench.results import load_json
-from headway.engine.config import SchedulingOptions
-from headway.policy.ledger import Phase
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.request import NEVER
-from headway.policy.routing import ROUTERS
-from headway.policy.scaling import Scaler, ScalingRule
-from headway.policy.sizing import PoolSize
+from headway.load.measures.trials import ProbeOutcome
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.scaling import Scaler, ScalingRule
+from headway.policy.step.ledger import Phase
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.request import NEVER
 from headway.report import style
 from headway.simulator.answers import Answer
 from headway.simulator.engine import Host

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from headway.bench.results import load_json
-from headway.engine.config import SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.ledger import Phase
-from headway.policy.plan import ScheduledSequence, StepPlan, work_of
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.request import FinishReason
-from headway.policy.routing import ROUTERS
-from headway.policy.scheduler import Scheduler
-from headway.policy.service_class import BUILT_IN
-from headway.policy.sizing import PoolSize
-from headway.policy.step_time import StepWork
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.fleet.routing import ROUTERS
+from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.ledger import Phase
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.request import FinishReason
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.engine import Host

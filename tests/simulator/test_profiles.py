@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.bench.results import load_json
-from headway.engine.config import SchedulingOptions
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.server import simulate as run
 from headway.simulator.timing import Fixed

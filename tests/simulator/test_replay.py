@@ -13,15 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
-from headway.policy.accounting import StepTimes
-from headway.policy.intake import sequences_of
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.recording import Arrival, End, NewClasses, Proposal, Record, RecordedEngine, RecordedScheduler, Step
-from headway.policy.request import FinishReason
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.admission.intake import sequences_of
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.recording import (
+    Arrival,
+    End,
+    NewClasses,
+    Proposal,
+    Record,
+    RecordedEngine,
+    RecordedScheduler,
+    Step,
+)
+from headway.policy.step.request import FinishReason
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator import traffic as simulated
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay

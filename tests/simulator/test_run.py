@@ -14,8 +14,8 @@ from headway.bench import reporting
 from headway.bench.results import load_json
 from headway.calibration import store
 from headway.cli.simulate import app
-from headway.engine.config import SchedulingOptions
-from headway.policy.sizing import BATCHED_TOKENS
+from headway.policy.cache.sizing import BATCHED_TOKENS
+from headway.policy.step.options import SchedulingOptions
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.log import StepLog

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from headway.engine.config import SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.ledger import Phase
-from headway.policy.plan import StepPlan
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.recording import Record, RecordedEngine, RecordedScheduler, Step
-from headway.policy.request import FinishReason
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import PoolSize
-from headway.policy.swap import NO_SWAP, SwapSpace
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.cache.swap import NO_SWAP, SwapSpace
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.ledger import Phase
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.recording import Record, RecordedEngine, RecordedScheduler, Step
+from headway.policy.step.request import FinishReason
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator import engine
 from headway.simulator.answers import Answer, Stuck
 from headway.simulator.engine import Host

@@ -17,7 +17,7 @@ from headway.cost.attention import Chunk
 from headway.cost.efficiency import Efficiency
 from headway.cost.requests import Limits, RequestShape
 from headway.cost.timing import Deployment
-from headway.policy.step_budget import PREFILL_FIRST
+from headway.policy.step.step_budget import PREFILL_FIRST
 from headway.simulator import serving, timing
 from headway.simulator.serving import PERCENTILES, Served, closed_loop, open_loop, saturated
 from tests.cost.machines import DENSE, LATENT, MACHINE, MIXTURE, WINDOWED, deployment

@@ -13,17 +13,17 @@ import msgspec
 import pytest
 
 from benchmarks.fault_worlds import World
-from headway.engine.config import SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.kv_groups import kv_cache_groups
-from headway.policy.plan import StepPlan
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.recording import Record, RecordedScheduler, Step
-from headway.policy.scheduler import Scheduler
-from headway.policy.sizing import PoolSize
-from headway.policy.slo import SloPolicy
-from headway.policy.step_time import StepWork
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.kv_groups import kv_cache_groups
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.recording import Record, RecordedScheduler, Step
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.step_time import StepWork
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.engine import Host
 from headway.simulator.server import Server, simulate

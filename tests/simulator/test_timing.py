@@ -10,7 +10,7 @@ from headway.cost import catalogue
 from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.timing import Deployment
-from headway.policy.plan import ScheduledSequence, StepPlan
+from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.simulator.timing import Predicted
 
 

@@ -12,21 +12,22 @@ import pytest
 from rich.console import Console
 
 from headway.bench.client.load import LoadMode
-from headway.bench.record import RunResult
 from headway.bench.runs import Load
-from headway.bench.workload.arrivals import Poisson
-from headway.bench.workload.build import build_workload
-from headway.bench.workload.spec import WorkloadSpec
 from headway.bundled import STORY
-from headway.engine.config import ModelOptions, SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.queue_bound import QueueLimits
-from headway.policy.recording import Record, RecordedEngine, RecordedScheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.sizing import PoolSize
-from headway.policy.step_time import StepWork
+from headway.engine.config import ModelOptions
+from headway.load.record import RunResult
+from headway.load.workload.arrivals import Poisson
+from headway.load.workload.build import build_workload
+from headway.load.workload.spec import WorkloadSpec
+from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.recording import Record, RecordedEngine, RecordedScheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.step_time import StepWork
 from headway.simulator.clients import BEGAN_NS
 from headway.simulator.deployed import Deployed
 from headway.simulator.engine import Host

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headway.bench.results import load_json
-from headway.engine.config import SchedulingOptions
-from headway.policy.accounting import StepTimes
-from headway.policy.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.simulator.changes import parse_what_ifs
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.timing import CachedPrompts, DecodesFirst

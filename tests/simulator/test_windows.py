@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from headway.policy.accounting import StepTimes
-from headway.policy.kv_blocks import KVBlocks
-from headway.policy.plan import StepPlan
-from headway.policy.scheduler import Scheduler
-from headway.policy.scheduler_config import SchedulerConfig
-from headway.policy.service_class import ClassTable, ServiceClass
+from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator.server import simulate
 from headway.simulator.traffic import arrival
 

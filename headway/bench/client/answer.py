@@ -25,7 +25,7 @@ import msgspec
 from headway.bench.client.connection import Receiver
 from headway.bench.client.failures import RequestFailed, error_text, failure_of_status, one_line
 from headway.bench.client.sse import EventParser, MalformedEvents
-from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.load.record import Failure, FailureKind, RequestRecord
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_TOKENS = 2**31 - 1  # most tokens of a request; a larger number is no count

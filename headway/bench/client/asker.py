@@ -12,11 +12,11 @@ from typing import Any, Self
 import msgspec
 
 from headway.bench.client.connection import Receiver
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed, failure_of_status
 from headway.bench.client.http_client import HttpClient
-from headway.bench.errors import BenchError
-from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.record import Failure, FailureKind, RequestRecord
 
 ASK_TIMEOUT_S = 120.0
 LOOK_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 import httptools
 
 from headway.bench.client.failures import RequestFailed
-from headway.bench.record import FailureKind, RequestRecord
+from headway.load.record import FailureKind, RequestRecord
 
 MAX_HEADER_BYTES = 256 * 1024  # also of what frames a body, between two pieces of it
 MAX_BODY_BYTES = 512 * 2**20  # largest body of one response

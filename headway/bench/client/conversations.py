@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.bench.client.request_body import as_messages
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.request import PlannedRequest, Prompt
 
 
 class Conversations:

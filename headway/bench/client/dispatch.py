@@ -17,8 +17,8 @@ from typing import Protocol
 
 from headway.bench.client.alarm import Alarm
 from headway.bench.client.conversations import Conversations, continued
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 
 
 class LoadMode(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headway.bench.record import Failure, FailureKind
+from headway.load.record import Failure, FailureKind
 
 SHOWN_CHARS = 300
 LATE = ("deadline_unreachable", "queue_timeout")  # codes of a 503 by which a class refuses what would be late

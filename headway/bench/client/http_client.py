@@ -12,11 +12,11 @@ import resource
 import ssl
 from typing import Any, Self
 
-from headway.bench.client.address import Address
 from headway.bench.client.connection import Connection, Inbox, Receiver
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
-from headway.bench.record import FailureKind
+from headway.load.address import Address
+from headway.load.endpoint import Endpoint
+from headway.load.record import FailureKind
 
 
 class HttpClient:

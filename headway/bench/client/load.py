@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from headway.bench.client.conversations import Conversations
 from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Sender
 from headway.bench.client.watch import LoopWatch, OpenSockets
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, unless_stopped
-from headway.bench.record import Failure, RequestRecord, RunResult
-from headway.bench.request import PlannedRequest
+from headway.load.errors import BenchError
+from headway.load.record import Failure, RequestRecord, RunResult
+from headway.load.request import PlannedRequest
 
 __all__ = ["LoadListener", "LoadMode", "LoadOutcome", "LoadStage", "Sender", "run_load"]
 

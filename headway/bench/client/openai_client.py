@@ -7,13 +7,13 @@ import time
 from typing import Self
 
 from headway.bench.client.answer import StreamedAnswer
-from headway.bench.client.endpoint import Endpoint, lower_names
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.http_client import HttpClient
 from headway.bench.client.request_body import BodyBuilder, num_answers
 from headway.bench.client.vector_answer import VectorAnswer
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint, lower_names
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 
 
 def receiver(

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.bench.client.asker import Asker, Reply
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.openai_client import receiver
 from headway.bench.client.request_body import BodyBuilder, as_messages, as_text
-from headway.bench.errors import BenchError
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import Prompt
 
 GREETING = Prompt(text="Hello")
 _REFUSED = (400, 422)

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headway.bench.client.endpoint import Endpoint
-from headway.bench.request import Message, PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.request import Message, PlannedRequest, Prompt
 
 _encoder = msgspec.json.Encoder()
 

@@ -13,7 +13,7 @@ import msgspec
 from headway.bench.client.answer import MAX_ERROR_BYTES, TokenCount
 from headway.bench.client.connection import Receiver
 from headway.bench.client.failures import error_text, failure_of_status, one_line
-from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.load.record import Failure, FailureKind, RequestRecord
 
 
 class _Usage(msgspec.Struct):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from headway.bench.client.alarm import Alarm
-from headway.bench.measures.client_effect import reasons
-from headway.bench.record import ClientHealth, RequestRecord
+from headway.load.measures.client_effect import reasons
+from headway.load.record import ClientHealth, RequestRecord
 
 SOCKETS_PER_SAMPLE = 64
 LAGS_PER_SOCKET_SAMPLE = 10  # to ask thousands of connections for their sockets takes a millisecond

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import headway
-from headway.bench.errors import BenchError
+from headway.load.errors import BenchError
 
 _SERVING = re.compile(r"Serving .* at (http://\S+)/v1\s*$")
 _READY = re.compile(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from headway.bench.errors import BenchError
 from headway.bench.profile.local_server import child_options
 from headway.calibration.peaks import MachinePeaks
+from headway.load.errors import BenchError
 
 
 def read_peaks(path: Path) -> MachinePeaks:

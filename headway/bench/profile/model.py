@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headway.bench.errors import BenchError
 from headway.bundled import NAME
 from headway.cost.memory import weight_bytes
 from headway.cost.precision import INT8, Format, Precision
 from headway.cost.shape import ModelShape
+from headway.load.errors import BenchError
 from headway.models.config import ModelConfig, ModelError
 from headway.models.folder import resolve_model
 from headway.models.quantization import EMBEDDING, rounds_to, scheme_of

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from headway.bench.errors import BenchError
-from headway.bench.option_values import percentiles, token_counts
 from headway.engine.config import ModelOptions
 from headway.flags import Flag
+from headway.load.errors import BenchError
+from headway.load.option_values import percentiles, token_counts
 
 # Document 000 measured up to 400 tokens.
 DEFAULT_PROMPT_LENS = (16, 64, 128, 256, 400, 1024, 2048)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.measures.latencies import Latencies
-from headway.bench.measures.numbers import Distribution
-from headway.bench.measures.percentiles import distribution
 from headway.bench.profile.achieved import Achieved, decode_achieved, prefill_achieved
 from headway.bench.profile.local_server import Startup
 from headway.bench.profile.model import ProfiledModel
 from headway.bench.profile.stages import STAGES, median_phase, typical_stages
-from headway.bench.record import RequestRecord
 from headway.calibration.peaks import MachinePeaks
 from headway.cost.memory import activation_bytes, kv_cache_bytes
-from headway.policy.ledger import Phase
+from headway.load.measures.latencies import Latencies
+from headway.load.measures.numbers import Distribution
+from headway.load.measures.percentiles import distribution
+from headway.load.record import RequestRecord
+from headway.policy.step.ledger import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,9 @@ from rich.progress import (
 )
 
 import headway
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.errors import BenchError
 from headway.bench.interrupts import Interrupted, unless_stopped
-from headway.bench.measures.server_metrics import parse_metrics
 from headway.bench.profile import tables
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.profile.machine import measure_peaks, read_peaks
@@ -39,15 +36,18 @@ from headway.bench.profile.model import ProfiledModel, find_model
 from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
-from headway.bench.record import FailureKind, RequestRecord
 from headway.bench.report.verdict import count
-from headway.bench.request import PlannedRequest
 from headway.bench.results import write_json
-from headway.bench.workload.prompts import PromptMaker
-from headway.bench.workload.token_sources import TokenizerSource
 from headway.calibration.peaks import MachinePeaks
 from headway.engine.config import ModelOptions
 from headway.flags import arguments_of, flags_of, option
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.measures.server_metrics import parse_metrics
+from headway.load.record import FailureKind, RequestRecord
+from headway.load.request import PlannedRequest
+from headway.load.workload.prompts import PromptMaker
+from headway.load.workload.token_sources import TokenizerSource
 from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
 from headway.text.tokenizer import TextError, Tokenizer

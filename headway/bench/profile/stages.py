@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.bench.measures.phases import FAULTS, NETWORK_AND_CLIENT, STALL, phases_of
-from headway.bench.record import RequestRecord
-from headway.policy.ledger import QUEUE_PHASES, Phase
+from headway.load.measures.phases import FAULTS, NETWORK_AND_CLIENT, STALL, phases_of
+from headway.load.record import RequestRecord
+from headway.policy.step.ledger import QUEUE_PHASES, Phase
 
 NS_PER_MS = 1e6
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headway.bench.measures.client_effect import SPOILT
-from headway.bench.measures.numbers import Percentile, Summary
-from headway.bench.measures.steady import OVERLOAD
-from headway.bench.measures.summary import STEADY_STATE
 from headway.bench.options import Claims
-from headway.bench.record import FailureKind, RunResult
 from headway.bench.report import verdict
 from headway.bench.report.views import part_views, steady_or_whole, tokens_per_s
+from headway.load.measures.client_effect import SPOILT
+from headway.load.measures.numbers import Percentile, Summary
+from headway.load.measures.steady import OVERLOAD
+from headway.load.measures.summary import STEADY_STATE
+from headway.load.record import FailureKind, RunResult
 from headway.report.parts import Line, Tone
 from headway.report.style import number, plain
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway.bench.measures.compare import Comparison, Difference, Verdict
 from headway.bench.report.tables import value_in_words
+from headway.load.measures.compare import Comparison, Difference, Verdict
 from headway.report import style
 from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, plain, sentence

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.measures.compare import Comparison
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.search import SearchResult
 from headway.bench.options import Claims
-from headway.bench.record import RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.brief import brief, fleet_line
 from headway.bench.report.comparison import comparison_banners, comparison_table, settings_table
 from headway.bench.report.search import search_banners, search_table
 from headway.bench.report.views import Run, load_name, load_of
+from headway.load.measures.compare import Comparison
+from headway.load.measures.numbers import Summary
+from headway.load.measures.search import SearchResult
+from headway.load.record import RunResult
 from headway.report.console import print_banner, print_lines, print_table
 
 

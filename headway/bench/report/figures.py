@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.bench.measures.latencies import Floats, Latencies
-from headway.bench.measures.numbers import Distribution, Summary
-from headway.bench.record import ClientHealth, RequestRecord
+from headway.load.measures.latencies import Floats, Latencies
+from headway.load.measures.numbers import Distribution, Summary
+from headway.load.record import ClientHealth, RequestRecord
 from headway.report import style
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.bench.measures.numbers import Distribution, Percentile, Summary
 from headway.bench.report.views import Run, load_of, steady_or_whole
+from headway.load.measures.numbers import Distribution, Percentile, Summary
 from headway.report import style
 
 if TYPE_CHECKING:

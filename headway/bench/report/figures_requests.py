@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.bench.record import RequestRecord
 from headway.bench.report import samples
 from headway.bench.report.phases import PARTS, Lengths, Part, Slice, lengths, worth_a_legend
+from headway.load.record import RequestRecord
 from headway.report import style
 
 if TYPE_CHECKING:

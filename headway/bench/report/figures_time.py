@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.bench.measures.latencies import Floats, Latencies
-from headway.bench.measures.numbers import Window
-from headway.bench.measures.throughput import prompt_tokens, token_arrivals
-from headway.bench.record import RequestRecord
 from headway.bench.report import samples
 from headway.bench.report.figures_requests import draw_bars
+from headway.load.measures.latencies import Floats, Latencies
+from headway.load.measures.numbers import Window
+from headway.load.measures.throughput import prompt_tokens, token_arrivals
+from headway.load.record import RequestRecord
 from headway.report import style
 
 if TYPE_CHECKING:

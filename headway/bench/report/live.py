@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from headway.bench.client.dispatch import LoadListener, LoadStage
-from headway.bench.record import RequestRecord
+from headway.load.record import RequestRecord
 from headway.report.style import number, plain
 
 FRAME_S = 0.5

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headway.bench.measures import phases as measured
-from headway.bench.record import RequestRecord
+from headway.load.measures import phases as measured
+from headway.load.record import RequestRecord
 
 Group = Literal["compute", "queue", "stall", "other", "client", "unknown"]
 
@@ -17,7 +17,7 @@ class Part:
     """A part of a latency, which pictures show in one colour.
 
     Args:
-        phases: names of the ledger's phases (headway/policy/ledger.py) that it sums; () for the client's own.
+        phases: names of the ledger's phases (headway/policy/step/ledger.py) that it sums; () for the client's own.
         colour: a name of style.PALETTE.
     """
 

@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headway.bench.measures.latencies import Latencies
-from headway.bench.measures.numbers import Summary, Window
-from headway.bench.measures.phases import phases_of
-from headway.bench.record import RequestRecord, RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, samples
 from headway.bench.report.figures_rates import LoadPoint
 from headway.bench.report.phases import (
@@ -23,6 +19,10 @@ from headway.bench.report.phases import (
     most_in_words,
 )
 from headway.bench.report.views import main_views
+from headway.load.measures.latencies import Latencies
+from headway.load.measures.numbers import Summary, Window
+from headway.load.measures.phases import phases_of
+from headway.load.record import RequestRecord, RunResult
 from headway.report.parts import Picture
 from headway.report.style import number, plain, sentence
 

@@ -10,14 +10,14 @@ from datetime import datetime
 from typing import Any
 
 import headway
-from headway.bench.measures.compare import Comparison
-from headway.bench.measures.numbers import Summary
 from headway.bench.options import Claims
-from headway.bench.record import RunResult
 from headway.bench.report import pictures, tables, verdict
 from headway.bench.report.comparison import comparison_banners, comparison_section
 from headway.bench.report.figures_rates import load_points
 from headway.bench.report.views import Run, load_name, load_of, steady_or_whole, tokens_per_s
+from headway.load.measures.compare import Comparison
+from headway.load.measures.numbers import Summary
+from headway.load.record import RunResult
 from headway.report.parts import Banner, Page, Section, Table, Tone
 from headway.report.style import number, plain, sentence
 

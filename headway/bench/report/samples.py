@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.bench.measures.latencies import NS_PER_MS, Floats
-from headway.bench.record import RequestRecord
+from headway.load.measures.latencies import NS_PER_MS, Floats
+from headway.load.record import RequestRecord
 
 NS_PER_S = 1e9
 

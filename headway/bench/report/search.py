@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.bench.measures.anytime import least_blocks
-from headway.bench.measures.search import SearchResult, Stop
-from headway.bench.measures.trials import Trial, Verdict
 from headway.bench.report.verdict import count
+from headway.load.measures.anytime import least_blocks
+from headway.load.measures.search import SearchResult, Stop
+from headway.load.measures.trials import Trial, Verdict
 from headway.report import style
 from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, sentence

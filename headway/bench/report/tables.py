@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from headway.bench.measures.client_effect import SPOILT, is_spoilt
-from headway.bench.measures.numbers import Attainment, Distribution, Percentile, Summary
 from headway.bench.options import Claims
-from headway.bench.record import ClientHealth, RunResult
 from headway.bench.report.phases import SERVER_REST, part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import Run, load_of, main_views, part_views, probe_view, steady_or_whole, tokens_per_s
+from headway.load.measures.client_effect import SPOILT, is_spoilt
+from headway.load.measures.numbers import Attainment, Distribution, Percentile, Summary
+from headway.load.record import ClientHealth, RunResult
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from headway.bench.measures.client_effect import spoilt
-from headway.bench.measures.numbers import Attainment, Summary
-from headway.bench.measures.slo import FAILED
 from headway.bench.options import Claims
-from headway.bench.record import FailureKind, RunResult
 from headway.bench.report.views import Run, load_of, steady_or_whole, tokens_per_s
+from headway.load.measures.client_effect import spoilt
+from headway.load.measures.numbers import Attainment, Summary
+from headway.load.measures.slo import FAILED
+from headway.load.record import FailureKind, RunResult
 from headway.report.parts import Banner
 from headway.report.style import number, plain, sentence
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import PARTS, PROBE_STREAM, STEADY_STATE
-from headway.bench.record import RunResult
+from headway.load.measures.numbers import Summary
+from headway.load.measures.summary import PARTS, PROBE_STREAM, STEADY_STATE
+from headway.load.record import RunResult
 
 Run = tuple[RunResult, Sequence[Summary]]  # and what `summarise_all` makes of it
 

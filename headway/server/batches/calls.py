@@ -9,9 +9,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message
 
+from headway.config_files.tenants import Access
 from headway.server.classes import CLASS_HEADER
-from headway.server.edge import ACCESS
-from headway.tenant_file import Access
+from headway.server.edge.edge import ACCESS
 
 
 @dataclass(frozen=True, slots=True)

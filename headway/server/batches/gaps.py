@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from headway.engine.messages import EngineStats
-from headway.policy.service_class import ClassTable
+from headway.policy.objectives.service_class import ClassTable
 from headway.server.service import Service
 
 # Requests that may wait for the engine: an eighth of its seats, and at least so many.

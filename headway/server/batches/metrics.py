@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from headway.server.batches.objects import OPEN
 from headway.server.batches.worker import Batches
-from headway.server.families import Families
+from headway.server.metrics.families import Families
 
 RESULTS = ("completed", "failed", "refused")
 

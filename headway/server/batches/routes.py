@@ -9,16 +9,16 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import FileResponse, Response
 
-from headway.server import responses
+from headway.config_files.tenants import Access
+from headway.server.api import responses
+from headway.server.api.request_body import BodyReader, check_body, query_number
 from headway.server.batches.objects import Batch, BatchBody, Deleted, FileObject, Page
 from headway.server.batches.store import FULL_ERRORS, DiskFull, InUse, Store
 from headway.server.batches.uploads import read_upload
 from headway.server.batches.worker import Batches
-from headway.server.edge import ACCESS
+from headway.server.edge.edge import ACCESS
 from headway.server.errors import ApiError, bad_request
-from headway.server.request_body import BodyReader, check_body, query_number
 from headway.server.settings import ServerSettings
-from headway.tenant_file import Access
 
 MOST_FILES_LISTED, MOST_BATCHES_LISTED, BATCHES_LISTED = 10_000, 100, 20
 _COMMON = responses.errors(400, 401, 507)

@@ -9,9 +9,9 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from headway.server.api.request_body import check_body
 from headway.server.batches.objects import KEPT_S, ExpiresAfter
 from headway.server.errors import ApiError, ClientGone, bad_request
-from headway.server.request_body import check_body
 
 # The most bytes of a form beside its file.
 MOST_FORM_BYTES = 2**16

@@ -9,8 +9,8 @@ import pytest
 import uvloop
 
 from headway.bench.client import alarm
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
+from headway.load.endpoint import Endpoint
 from tests.bench.client.senders import Run
 from tests.bench.scripted_server import ScriptedServer
 

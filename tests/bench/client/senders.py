@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headway.bench.client.load import LoadListener, LoadOutcome, LoadStage
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.record import RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.record import RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.script import script
 
 

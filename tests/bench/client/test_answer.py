@@ -9,7 +9,7 @@ import pytest
 
 from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.failures import RequestFailed
-from headway.bench.record import Failure, FailureKind, RequestRecord
+from headway.load.record import Failure, FailureKind, RequestRecord
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.record import FailureKind, RequestRecord
+from headway.load.endpoint import Endpoint
+from headway.load.record import FailureKind, RequestRecord
 from tests.bench.client.sending import planned, send
 from tests.bench.scripted_server import ScriptedServer
 

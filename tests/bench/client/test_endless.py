@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headway.bench.client import asker, connection
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import probe
-from headway.bench.errors import BenchError
-from headway.bench.record import FailureKind
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.record import FailureKind
 from tests.bench.client.sending import send
 
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.bench.client.address import Address, parse_base_url
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.request_body import BodyBuilder
-from headway.bench.errors import BenchError
-from headway.bench.record import RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.address import Address, parse_base_url
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.record import RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.client.sending import send
 from tests.bench.scripted_server import ScriptedServer
 

@@ -11,11 +11,11 @@ import pytest
 
 from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.connection import Connection
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.failures import RequestFailed, failure_of_status, one_line
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.record import Failure, FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.client.sending import send
 from tests.bench.scripted_server import ScriptedServer
 

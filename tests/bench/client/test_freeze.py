@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import uvloop
 
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadMode, LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.record import RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.record import RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.load import LoadListener, LoadMode, run_load
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.errors import BenchError
-from headway.bench.record import FailureKind, RequestRecord
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.record import FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.client.senders import FakeClient, Listening, Run, at, indices, kinds, turns
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer

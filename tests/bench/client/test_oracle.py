@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
-from headway.bench.record import RequestRecord
+from headway.load.endpoint import Endpoint
+from headway.load.record import RequestRecord
 from tests.bench.client.sending import planned, send
 from tests.bench.scripted_server import ScriptedServer
 

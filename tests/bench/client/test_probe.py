@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headway.bench.client.endpoint import Endpoint
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import Server, count_tokens, probe
-from headway.bench.errors import BenchError
-from headway.bench.request import Prompt
+from headway.load.endpoint import Endpoint
+from headway.load.errors import BenchError
+from headway.load.request import Prompt
 from tests.bench.client.sending import send
 from tests.bench.scripted_server import ScriptedServer
 from tests.bench.served_kinds import KINDS

@@ -14,7 +14,7 @@ import pytest
 from headway.bench.client import watch
 from headway.bench.client.alarm import Alarm
 from headway.bench.client.watch import LoopWatch
-from headway.bench.record import ClientHealth
+from headway.load.record import ClientHealth
 from tests.bench.client.senders import Run
 
 # --- the alarm ------------------------------------------------------------------------------------------

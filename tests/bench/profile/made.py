@@ -8,9 +8,9 @@ from headway.bench.profile.local_server import Startup
 from headway.bench.profile.model import ProfiledModel
 from headway.bench.profile.options import DEFAULT_PERCENTILES
 from headway.bench.profile.result import ProfileResult, profile_length
-from headway.bench.record import RequestRecord
 from headway.calibration.peaks import MachinePeaks, Rate
 from headway.cost.config import read_shape
+from headway.load.record import RequestRecord
 from tests.bench.records import request
 from tests.cost import published
 

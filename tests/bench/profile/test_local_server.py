@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import headway
-from headway.bench.errors import BenchError
 from headway.bench.profile.local_server import LocalServer, Startup
 from headway.engine.messages import Ready
+from headway.load.errors import BenchError
 from headway.server.startup_display import StartupDisplay
 
 READY = "Ready after 1.50 s on cpu: context 1,024 tokens, KV cache 16,385 blocks of 16 tokens in int8\n"

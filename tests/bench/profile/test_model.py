@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from headway.bench.errors import BenchError
 from headway.bench.profile.model import find_model
 from headway.bundled import STORY
+from headway.load.errors import BenchError
 from tests.cost import published
 from tests.models.test_packed_checkpoints import W8A8
 

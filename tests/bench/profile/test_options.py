@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from headway.bench.errors import BenchError
 from headway.bench.profile.options import DEFAULT_PROMPT_LENS, ProfileOptions, check_options, fitting_lengths
+from headway.load.errors import BenchError
 
 
 @pytest.mark.parametrize(

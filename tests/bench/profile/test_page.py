@@ -10,8 +10,8 @@ import pytest
 from headway.bench.profile import figures, tables
 from headway.bench.profile.page import banners, key_figures, page_of
 from headway.bench.profile.result import opportunities, profile_length
-from headway.bench.record import FailureKind
 from headway.calibration.peaks import Rate
+from headway.load.record import FailureKind
 from headway.report.page import write_page
 from tests.bench.profile.made import PEAKS, QWEN, answered, result
 from tests.bench.records import failed

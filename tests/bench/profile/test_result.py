@@ -7,7 +7,7 @@ import pytest
 
 from headway.bench.profile.achieved import decode_work
 from headway.bench.profile.result import opportunities, profile_length
-from headway.bench.record import FailureKind
+from headway.load.record import FailureKind
 from tests.bench.profile.made import PEAKS, QWEN, answered, result
 from tests.bench.records import failed, request
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headway.bench.errors import BenchError
 from headway.bench.profile import run
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.profile.machine import measure_peaks, read_peaks
 from headway.bench.profile.options import ProfileOptions
 from headway.bench.profile.run import run_profile, serve_arguments
 from headway.calibration.peaks import MachinePeaks
+from headway.load.errors import BenchError
 from tests.bench.profile.made import PEAKS, QWEN
 
 

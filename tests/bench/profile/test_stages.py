@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.bench.profile.stages import STAGES, median_phase, stage_lengths, typical_stages
-from headway.policy.ledger import Phase
+from headway.policy.step.ledger import Phase
 from tests.bench.profile.made import answered
 from tests.bench.records import request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from array import array
 
-from headway.bench.measures.numbers import Summary
-from headway.bench.measures.summary import summarise_all
-from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
+from headway.load.measures.numbers import Summary
+from headway.load.measures.summary import summarise_all
+from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 from tests.bench.report.simulated import BEGAN_NS, MS, simulated_run
 
 OBJECTIVES = {"ttft": 200.0, "tpot": 30.0}

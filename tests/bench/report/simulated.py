@@ -7,7 +7,7 @@ import random
 from array import array
 from typing import Any
 
-from headway.bench.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
+from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
 MS = 1_000_000
 BEGAN_NS = 5_000_000_000_000

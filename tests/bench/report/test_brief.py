@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from headway.bench.measures.numbers import Attainment
-from headway.bench.measures.steady import OVERLOAD
-from headway.bench.measures.summary import summarise_all
-from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report.brief import brief
 from headway.bench.report.console import print_brief, print_summary
 from headway.bench.report.run_page import report_page
+from headway.load.measures.numbers import Attainment
+from headway.load.measures.steady import OVERLOAD
+from headway.load.measures.summary import summarise_all
+from headway.load.record import Failure, FailureKind, RunResult
 from tests.bench.report.runs import failed_only
 from tests.bench.report.simulated import simulated_run
 from tests.bench.report.test_console import printed

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headway.bench.measures.compare import compare
-from headway.bench.measures.numbers import Attainment, Distribution, Percentile
-from headway.bench.measures.search import SearchResult, Stop
-from headway.bench.measures.summary import summarise_all
-from headway.bench.measures.trials import ProbeOutcome, Trial
-from headway.bench.measures.trials import Verdict as RateVerdict
 from headway.bench.options import Claims
-from headway.bench.record import Failure, FailureKind, RunResult
 from headway.bench.report import tables, verdict
 from headway.bench.report.comparison import comparison_banners, settings_table
 from headway.bench.report.console import print_comparison, print_runs, print_search, print_summary
 from headway.bench.report.figures_rates import load_points
 from headway.bench.report.pictures import load_pictures
 from headway.bench.report.search import search_banners
+from headway.load.measures.compare import compare
+from headway.load.measures.numbers import Attainment, Distribution, Percentile
+from headway.load.measures.search import SearchResult, Stop
+from headway.load.measures.summary import summarise_all
+from headway.load.measures.trials import ProbeOutcome, Trial
+from headway.load.measures.trials import Verdict as RateVerdict
+from headway.load.record import Failure, FailureKind, RunResult
 from tests.bench.report.runs import OBJECTIVES, ODD, failed_only, sweep, usual
 from tests.bench.report.simulated import MS, simulated_run
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from headway.bench.measures.server_metrics import over_time
-from headway.bench.measures.summary import summarise_all
-from headway.bench.record import RunResult
 from headway.bench.report import figures, figures_rates, figures_requests, figures_time, pictures
 from headway.bench.report.figures_rates import load_points
 from headway.bench.report.phases import part_of
 from headway.bench.report.views import load_name, load_of
+from headway.load.measures.server_metrics import over_time
+from headway.load.measures.summary import summarise_all
+from headway.load.record import RunResult
 from headway.report import style
 from headway.report.parts import Picture
 from tests.bench.report.runs import OBJECTIVES, ODD, sweep, usual

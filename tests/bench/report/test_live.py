@@ -10,10 +10,10 @@ from rich.console import Console
 
 from headway.bench.client.dispatch import LoadMode, LoadStage
 from headway.bench.client.load import run_load
-from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.report import live
 from headway.bench.report.live import LiveView, Reservoir
-from headway.bench.request import PlannedRequest, Prompt
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.load.request import PlannedRequest, Prompt
 from tests.bench.report.simulated import simulated_run
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.bench.measures.compare import compare
-from headway.bench.measures.search import SearchResult, Stop
-from headway.bench.measures.summary import summarise_all
-from headway.bench.measures.trials import ProbeOutcome, Trial, Verdict
 from headway.bench.report import run_page
 from headway.bench.report.run_page import comparison_page, report_page
 from headway.bench.report.search import search_section
+from headway.load.measures.compare import compare
+from headway.load.measures.search import SearchResult, Stop
+from headway.load.measures.summary import summarise_all
+from headway.load.measures.trials import ProbeOutcome, Trial, Verdict
 from headway.report import style
 from headway.report.page import ReportError, render, write_page
 from headway.report.parts import Banner, Page, Picture, Section, Table, cells

@@ -7,7 +7,6 @@ from array import array
 
 import pytest
 
-from headway.bench.record import Failure, FailureKind, RequestRecord
 from headway.bench.report.phases import (
     CANCELLED,
     CLIENT,
@@ -24,7 +23,8 @@ from headway.bench.report.phases import (
     median_and_slowest,
     part_of,
 )
-from headway.policy.ledger import Phase
+from headway.load.record import Failure, FailureKind, RequestRecord
+from headway.policy.step.ledger import Phase
 from tests.bench.report.simulated import simulated_run
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.part import Flaw, Lines, Machine, Skipped
 from benchmarks.gpu.parts import PARTS, ROOT
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.runner import Outcome
-from headway.kernels.cpu import CpuKernels
+from headway.kernels.cpu.kernels import CpuKernels
 from headway.models.config import ModelConfig
 from tests.calibration.machines import a_machine
 

@@ -14,9 +14,9 @@ import httpx
 import openai
 import pytest
 
+from headway.config_files.tenants import Access, TenantFile, key_digest
 from headway.server.batches import lines, worker
 from headway.server.batches.store import Store
-from headway.tenant_file import Access, TenantFile, key_digest
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually

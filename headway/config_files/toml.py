@@ -1,0 +1,69 @@
+"""TOML files of entries, in which whatever is wrong is named with its line."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.policy.objectives.service_class import InvalidEntry
+
+T = TypeVar("T")
+HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)")
+
+
+def read_text(path: str) -> str:
+    """Raises ValueError, one line, where the file cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8") from None
+
+
+def parse(path: str, text: str, keys: tuple[str, ...], make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` makes of a file with these keys at its top.
+
+    Raises:
+        ValueError: naming the file, the line, and what is wrong there.
+    """
+    try:
+        content = tomllib.loads(text)
+        unknown = next((key for key in content if key not in keys), None)
+        if unknown is not None:
+            raise InvalidEntry(f"{unknown!r} is unknown; the file has {', '.join(keys)}", unknown)
+        return make(content)
+    except InvalidEntry as error:
+        raise ValueError(f"{path}, line {line_of(text, *error.path)}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def line_of(text: str, *path: str | int) -> int:
+    """The line, from 1, of what a path of keys and positions leads to in TOML, or else of the closest thing before it.
+
+    Values that run over several lines are not told from keys.
+    """
+    outer, number, key = path[0] if path else "", 0, path[-1] if len(path) > 1 else None
+    if len(path) > 1 and isinstance(path[1], int):
+        number, key = path[1], path[2] if len(path) > 2 else None
+    table, seen, found = "", -1, 1
+    for line, words in enumerate(text.splitlines(), 1):
+        header = HEADER.match(words)
+        if header:
+            table = header[1]
+            seen += table == outer
+            if table == outer and seen == number:
+                found = line
+                if key is None:
+                    return line
+        elif (table == outer and seen == number and _gives(words, key)) or (not table and _gives(words, outer)):
+            return line
+    return found
+
+
+def _gives(line: str, key: str | int | None) -> bool:
+    return re.match(rf"\s*[\"']?{re.escape(str(key))}[\"']?\s*[.=]", line) is not None

@@ -1,0 +1,276 @@
+"""The threads that share a kernel's work, without ever waiting for one that is not running.
+
+A job is compiled code that takes parts of its work by ticket until none is left. The calling thread
+publishes it, takes parts like everybody else, and then waits only for parts that others are in the middle
+of. A barrier, as OpenMP ends each loop with, waits for every thread to be given a core: beside another
+busy process, and a server has its clients, that costs a scheduler's time slice for each of the hundred
+loops of a step.
+
+The board is one int64: job number * 256 + OPEN + the number of helpers inside the job.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import math
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.cpu.arena import Arena
+from headway.kernels.cpu.compile import address_of, callable_of, compiled, external
+from headway.kernels.cpu.simd import (
+    add_to,
+    call_address,
+    pause,
+    read_float64,
+    read_int64,
+    read_shared,
+    reset_tickets,
+    swap_if,
+    take_ticket,
+    write_integer,
+    write_shared,
+)
+
+LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
+COUNTERS = 3
+_COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
+_MOST_ARGUMENTS = 32
+_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
+_OPEN, _INSIDE = 128, 127
+# A helper looks for the next job for some microseconds, then lets others have the core while it looks on
+# for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
+_LOOKS = 1000
+_YIELDING_LOOKS = 6000
+# Results of so many bytes are kept mapped: malloc would map and unmap each of 32 MB and more, whose pages the system
+# clears one by one.
+_LARGE = 16 << 20
+# Below so many elements, waking the team costs more than it saves.
+_ALONE = 8192
+
+# A job's arguments, by their number.
+arg, real_arg = read_int64, read_float64
+
+_sched_yield = external("sched_yield", "int32")
+
+
+def job(function: Callable[[int], None]) -> int:
+    """The address of the compiled code of a function of the arguments' address."""
+    return address_of(function)
+
+
+# Kinds differ by their type and are all equal to zero.
+once_per_kind = lru_cache(maxsize=None, typed=True)
+
+
+@compiled()
+def _help(board):
+    """Take part in jobs, beginning with the one that is open, until there has been none for a while."""
+    seen = (read_shared(board) >> 8) - 1
+    looks = 0
+    while looks < _LOOKS + _YIELDING_LOOKS:
+        word = read_shared(board)
+        if word >> 8 == seen or word & _OPEN == 0:
+            # While a job is open, others are in the middle of it, and more will follow.
+            looks = looks + 1 if word & _OPEN == 0 else min(looks + 1, _LOOKS)
+            if looks < _LOOKS:
+                pause()
+            else:
+                _sched_yield()
+        elif swap_if(board, word, word + 1):
+            seen, looks = word >> 8, 0
+            call_address(read_int64(board + _JOB_AT, 0), board + _ARGUMENTS_AT)
+            add_to(board, -1)
+
+
+@compiled()
+def _run(board, code):
+    """Publish a job, do it, and wait for helpers that are in the middle of a part."""
+    for counter in range(COUNTERS):
+        reset_tickets(board + _COUNTERS_AT + counter * LINE)
+    write_shared(board + _JOB_AT, code)
+    write_shared(board, (((read_shared(board) >> 8) + 1) << 8) | _OPEN)
+    call_address(code, board + _ARGUMENTS_AT)
+    add_to(board, -_OPEN)
+    while read_shared(board) & _INSIDE:
+        pause()
+
+
+@compiled()
+def _run_alone(board, code):
+    for counter in range(COUNTERS):
+        reset_tickets(board + _COUNTERS_AT + counter * LINE)
+    call_address(code, board + _ARGUMENTS_AT)
+
+
+@compiled()
+def _replay(board, program, count):
+    """Run the jobs of a program one after the other."""
+    for number in range(count):
+        entry = program + number * _ENTRY_WORDS * 8
+        for word in range(_MOST_ARGUMENTS):
+            write_integer(board + _ARGUMENTS_AT, word, read_int64(entry, 2 + word), 64)
+        code = read_int64(entry, 1)
+        if read_int64(entry, 0):
+            _run(board, code)
+        else:
+            _run_alone(board, code)
+
+
+@compiled(inline="always")
+def tickets(arguments, counter):
+    """The address of one of the job's counters, which stand before its arguments."""
+    return arguments - _ARGUMENTS_AT + _COUNTERS_AT + counter * LINE
+
+
+@compiled(inline="always")
+def take_rows(arguments, step):
+    """The first of the next `step` rows that nobody has taken."""
+    return take_ticket(tickets(arguments, 0)) * step
+
+
+@compiled()
+def take_share(counter, total, threads):
+    """Some of `total` items that nobody has taken, as (first, end): fewer and fewer, so that all finish together.
+
+    first is `total` when none is left.
+    """
+    while True:
+        first = read_shared(counter)
+        if first >= total:
+            return total, total
+        end = first + max(1, (total - first) // (2 * threads))
+        if swap_if(counter, first, end):
+            return first, end
+
+
+class Team:
+    """A calling thread and its helpers, together as many as torch uses when the team is made, 128 at most.
+
+    One thread at a time may run jobs of one team, as the step loop of an engine does.
+    """
+
+    def __init__(self) -> None:
+        self.threads = min(torch.get_num_threads(), _INSIDE + 1)  # more helpers than the board can count
+        memory = np.zeros(_ARGUMENTS_AT + 8 * _MOST_ARGUMENTS + LINE, np.uint8)
+        offset = -memory.ctypes.data % LINE
+        self._memory: Any = memory
+        self._board = memory.ctypes.data + offset
+        self._arguments_at = offset + _ARGUMENTS_AT
+        self._arena, self._large = Arena(), Arena()
+        self._recorded: list[list[int]] | None = None
+        self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        self._helpers = [_HelperState() for _ in range(self.threads - 1)]
+        for number, helper in enumerate(self._helpers):
+            threading.Thread(
+                target=_helper, args=(memory, self._board, helper), daemon=True, name=f"headway-helper-{number}"
+            ).start()
+        weakref.finalize(self, _dismiss, self._helpers)
+
+    def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
+        """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
+        layout.pack_into(self._memory, self._arguments_at, *arguments)
+        self._note(1, code)
+        self._wake()
+        self._run(self._board, code)
+
+    def share(self, code: int, layout: struct.Struct, rows: int, size: int, arguments: tuple[Any, ...]) -> None:
+        """Run an operation on rows, of `size` elements together, alone or, from _ALONE elements on, by all threads.
+
+        Its arguments begin with the rows that are taken at a time and the number of rows.
+        """
+        if size < _ALONE:
+            self.run_alone(code, layout, (rows, rows, *arguments))
+        else:
+            self.run(code, layout, (max(1, rows // (4 * self.threads)), rows, *arguments))
+
+    def run_alone(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
+        """Run a job by the calling thread, where waking others costs more than it saves."""
+        layout.pack_into(self._memory, self._arguments_at, *arguments)
+        self._note(0, code)
+        self._run_alone(self._board, code)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a job's result, where a recorded job finds it again."""
+        if self._recorded is not None:
+            return self._arena.empty(shape, dtype)
+        if math.prod(shape) * dtype.itemsize >= _LARGE:
+            return self._large.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
+
+    def record(self, run: Callable[[], Tensor]) -> Program:
+        """Do `run`, and keep its jobs with their arguments, whose memory must be the caller's or come from `empty`."""
+        self._recorded = []
+        try:
+            result = run()
+            return Program(np.array(self._recorded, np.int64).reshape(-1, _ENTRY_WORDS), result)
+        finally:
+            self._recorded = None
+
+    def replay(self, program: Program) -> Tensor:
+        """Run the jobs of a program again. The result is where it was."""
+        self._wake()
+        self._replay(self._board, program.entries.ctypes.data, len(program.entries))
+        return program.result
+
+    def _note(self, together: int, code: int) -> None:
+        if self._recorded is not None:
+            words = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
+            self._recorded.append([together, code, *words.tolist()])
+
+    def _wake(self) -> None:
+        for helper in self._helpers:
+            helper.due = True
+            if helper.asleep:
+                helper.wanted.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Jobs that were run one after the other, int64 [jobs, _ENTRY_WORDS], and the tensor that came of them."""
+
+    entries: np.ndarray
+    result: Tensor
+
+
+class _HelperState:
+    """What wakes a helper, and whether it sleeps."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.asleep = True
+        self.due = False  # there was work since it last began to look for some
+        self.dismissed = False
+
+
+def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
+    """A helper's life; holding `memory` keeps the board's address good.
+
+    When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
+    asleep, and is heard by `due`.
+    """
+    help_ = callable_of(_help)
+    while True:
+        helper.asleep = True
+        if not helper.due:
+            helper.wanted.wait()
+        helper.wanted.clear()
+        helper.asleep = helper.due = False
+        if helper.dismissed:
+            return
+        help_(board)
+
+
+def _dismiss(helpers: list[_HelperState]) -> None:
+    for helper in helpers:
+        helper.dismissed = True
+        helper.wanted.set()

@@ -1,0 +1,117 @@
+"""An OpenAI-compatible endpoint: how it is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headway.load.address import Address, parse_base_url
+from headway.load.errors import BenchError
+
+Api = Literal["completions", "chat", "embeddings", "rerank", "score"]
+ROUTES: dict[str, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+    "rerank": "/v1/rerank",
+    "score": "/v1/score",
+}
+GENERATING = ("completions", "chat")
+_FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "accept-encoding"})
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How a server is asked. The one that a given server understands is made by `probe`.
+
+    Args:
+        base_url: http:// or https://, host, port, and a path if the routes have one in front; a final /v1 is optional.
+        model: None leaves the field out.
+        path: route in place of the API's own.
+        api_key: sent as a bearer token.
+        tenant_keys: in place of it, by the tenant of a request.
+        headers: further ones, or others than the client's own.
+        ignore_eos: ask for exactly the planned number of tokens.
+        extra_body: further fields of every body; those of a request win.
+        cache_salt: prompts share cached prefixes only with prompts of the same salt; "" leaves the field out.
+        include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
+        include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
+        max_tokens_field: max_tokens or max_completion_tokens.
+        timeout_s: the longest time of a whole request, from before it connects to the end of its response.
+        connect_timeout_s: the longest time of a new connection.
+        insecure: accept any TLS certificate.
+
+    Raises:
+        BenchError: a value cannot be used.
+    """
+
+    base_url: str
+    model: str | None = None
+    api: Api = "completions"
+    path: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ignore_eos: bool = False
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
+    include_timings: bool = False
+    include_usage: bool = True
+    continuous_usage: bool = False
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    timeout_s: float = 3600.0
+    connect_timeout_s: float = 30.0
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        parse_base_url(self.base_url)
+        if self.path is not None and not (self.path.startswith("/") and _is_header_text(self.path, blanks=False)):
+            raise BenchError(f"the endpoint's path is {self.path!r}; it must begin with / and have no blanks")
+        for name, seconds in (("timeout", self.timeout_s), ("connect timeout", self.connect_timeout_s)):
+            if not 0 < seconds < math.inf:
+                raise BenchError(f"the {name} is {seconds:g} s; it must be a finite number above 0")
+        for key in (self.api_key, *self.tenant_keys.values()):
+            if key is not None and not _is_header_text(key, blanks=False):
+                wrong = "has characters that a header cannot carry; give it without blanks" if key else "is empty"
+                raise BenchError(f"the API key {wrong}")
+        check_headers(self.headers)
+
+    @property
+    def address(self) -> Address:
+        return parse_base_url(self.base_url)
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers are texts: those of the other APIs are vectors or scores, in one piece."""
+        return self.api in GENERATING
+
+    @property
+    def route(self) -> str:
+        return self.path or ROUTES[self.api]
+
+    def all_headers(self, tenant: str = "") -> dict[str, str]:
+        """The headers of each request of a tenant, without those that HTTP itself needs; names in lower case."""
+        headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
+        if (key := self.tenant_keys.get(tenant, self.api_key)) is not None:
+            headers["authorization"] = f"Bearer {key}"
+        return headers | lower_names(self.headers)
+
+
+def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): str(value) for name, value in headers.items()}
+
+
+def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The same. Raises BenchError where one of them cannot be sent, or is HTTP's own."""
+    for name, value in headers.items():
+        if not _is_header_text(name, blanks=False) or ":" in name or not _is_header_text(str(value)):
+            raise BenchError(f"the header {name!r} cannot be sent: only printable ASCII is allowed")
+        if name.lower() in _FRAMING_HEADERS:
+            raise BenchError(f"the header {name!r} is the client's own; leave it out")
+    return dict(headers)
+
+
+def _is_header_text(text: str, blanks: bool = True) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and (blanks or " " not in text)

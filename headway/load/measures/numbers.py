@@ -1,0 +1,133 @@
+"""The shapes of what is measured: percentiles with their uncertainty, distributions, summaries of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headway.load.record import FailureKind
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentile:
+    """One percentile of one metric.
+
+    Args:
+        p: 0 < p < 100.
+        value: None when the claim is refused: there are fewer samples than even independent ones would have to be.
+        low, high: bounds of the confidence interval; None where the effective number of samples is too small for one.
+        needs: samples that both bounds would take, where one is missing; None otherwise.
+        client_ms: how much of it the client's own delays may be, at most; in ms as the value.
+    """
+
+    p: float
+    value: float | None
+    low: float | None
+    high: float | None
+    needs: int | None = None
+    client_ms: float = 0.0
+
+    @property
+    def client_share(self) -> float:
+        """How much of the value `client_ms` may be: 1 at most, also of a value of 0; 0 where there is no value."""
+        return min(self.client_ms / max(self.value, 1e-6), 1.0) if self.value is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Distribution of one metric, in its own unit. `effective_count` is how many independent samples tell as much."""
+
+    count: int
+    effective_count: float
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    percentiles: tuple[Percentile, ...]
+
+    def percentile(self, p: float) -> Percentile | None:
+        return next((each for each in self.percentiles if each.p == p), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a run, in time.monotonic_ns(): requests that were due in it belong to it.
+
+    `reason` says how it was found, or why none was: then `found` is False and the window is the whole run.
+    """
+
+    began_ns: int
+    ended_ns: int
+    found: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """How many requests met their objective.
+
+    Args:
+        objectives: {"ttft": 200.0, ...} in ms.
+        met, total: requests; failed ones have missed.
+        low, high: confidence interval of met / total.
+        requests_per_s, tokens_per_s: goodput: of the requests that met it.
+        missed_by: how many requests missed each objective, and "failed".
+    """
+
+    objectives: dict[str, float]
+    met: int
+    total: int
+    low: float
+    high: float
+    requests_per_s: float
+    tokens_per_s: float
+    missed_by: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        return self.met / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of one view of a run (the whole, the steady state, one class).
+
+    Args:
+        from_schedule, from_send: metric to distribution, latency counted from when a request was due (no
+            coordinated omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms,
+            normalized_latency_ms (E2EL per output token). tpot_ms and itl_ms are the same in both.
+        phases_ms: the times by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
+        failures: the failures by kind.
+        cancelled: requests that their own clients gave up, as planned; they have not failed.
+        resent: requests that were sent again on a new connection, answered or not.
+        rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
+            max_concurrent_requests, mean_concurrent_requests.
+        tokens: prompt, output, cached; and "chunks".
+        attainment: None where no objective was given.
+        cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
+        tokens_per_joule: output tokens; None where power cannot be read.
+    """
+
+    name: str
+    window: Window
+    completed: int
+    failed: int
+    failures: dict[str, int]
+    from_schedule: dict[str, Distribution]
+    from_send: dict[str, Distribution]
+    phases_ms: dict[str, Distribution]
+    rates: dict[str, float]
+    tokens: dict[str, int]
+    resent: int = 0
+    cancelled: int = 0
+    attainment: Attainment | None = None
+    cost_per_million_output_tokens: float | None = None
+    cost_per_million_tokens: float | None = None
+    tokens_per_joule: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> int:
+        """The number of failed requests that the server refused because of one of its limits."""
+        return self.failures.get(FailureKind.REFUSED, 0)

@@ -1,0 +1,199 @@
+"""A run in numbers: the whole of it, its steady state, and each class of its requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headway.cost.price import cost_per_million
+from headway.load.measures.client_effect import with_client
+from headway.load.measures.latencies import Latencies, Since
+from headway.load.measures.numbers import PERCENTILES, Distribution, Summary, Window
+from headway.load.measures.percentiles import distribution
+from headway.load.measures.phases import phase_lengths
+from headway.load.measures.slo import Objectives, attainment
+from headway.load.measures.steady import find_steady_window
+from headway.load.measures.throughput import prompt_tokens, whole_run_rates, window_rates
+from headway.load.record import ClientHealth, FailureKind, RequestRecord, RunResult
+
+WHOLE_RUN = "whole run"
+STEADY_STATE = "steady state"
+PROBE_STREAM = "probe stream"
+PARTS = {"class_name": "class ", "tenant": "tenant "}  # what a run is divided by, and how such views are called
+
+
+def summarise_all(
+    result: RunResult,
+    *,
+    percentiles: Sequence[float] = PERCENTILES,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+    price_per_hour: float | None = None,
+) -> list[Summary]:
+    """The whole run first, then its steady state where there is one, then each class and each tenant by name, over the
+    whole run, and at last the probes, which are in none of these.
+
+    Without a steady state the first summary's notes say why. Arguments are those of `summarise`.
+    """
+    options: dict[str, Any] = {
+        "percentiles": percentiles,
+        "objectives": objectives,
+        "objectives_by_class": objectives_by_class,
+        "price_per_hour": price_per_hour,
+    }
+    whole = summarise(result, **options)
+    steady = find_steady_window(result.records, result.began_ns, result.ended_ns)
+    summaries = [whole]
+    if steady.found:
+        summaries.append(summarise(result, name=STEADY_STATE, window=steady, **options))
+    else:
+        whole.notes.append(f"no steady state: {steady.reason}")
+    for kind in PARTS:
+        names = sorted({getattr(record, kind) for record in result.records} - {""})
+        summaries += [summarise(result, name=PARTS[kind] + name, part={kind: name}, **options) for name in names]
+    if result.probes:
+        beside = replace(result, records=result.probes)
+        summaries.append(summarise(beside, name=PROBE_STREAM, part={"class_name": ""}, percentiles=percentiles))
+    return summaries
+
+
+def summarise(
+    result: RunResult,
+    *,
+    name: str = WHOLE_RUN,
+    window: Window | None = None,
+    part: Mapping[str, str] | None = None,
+    percentiles: Sequence[float] = PERCENTILES,
+    objectives: Objectives | None = None,
+    objectives_by_class: Mapping[str, Objectives] | None = None,
+    price_per_hour: float | None = None,
+) -> Summary:
+    """One view of a run.
+
+    Args:
+        window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
+            or a window that was not found, is the whole run.
+        part: only requests with this class_name or tenant count; None is all.
+        percentiles: 0 < p < 100, of every distribution.
+        objectives, objectives_by_class: in ms, see `slo.attainment`.
+        price_per_hour: the price of the machine. There is no cost of a part: all share the machine.
+
+    Returns:
+        Metrics of which there is no value at all are left out of from_schedule, from_send and phases_ms.
+    """
+    windowed = window is not None and window.found
+    window = window or Window(result.began_ns, result.ended_ns, False, "the whole run")
+    began_ns, ended_ns = (window.began_ns, window.ended_ns) if windowed else (result.began_ns, result.ended_ns)
+    records, rates = _records_and_rates(result, part, began_ns, ended_ns, windowed)
+    latencies = Latencies.of(records)
+    failures = Counter(str(record.failure_kind) for record in records if record.failed)
+    tokens = _tokens(latencies.records)
+    price = price_per_hour if part is None else None
+    joules = None if windowed or part is not None else result.energy_joules  # known of the whole run only
+    return Summary(
+        name=name,
+        window=window,
+        completed=len(latencies.records),
+        failed=failures.total(),
+        failures=dict(sorted(failures.items())),
+        from_schedule=_distributions(latencies, "schedule", percentiles, result.client),
+        from_send=_distributions(latencies, "send", percentiles, result.client),
+        phases_ms=_phases(latencies, percentiles),
+        rates=rates,
+        tokens=tokens,
+        resent=sum(record.resent > 0 for record in records),
+        cancelled=sum(record.cancelled for record in records),
+        attainment=attainment(
+            records, objectives, duration_s=(ended_ns - began_ns) / 1e9, by_class=objectives_by_class
+        ),
+        cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
+        cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
+        tokens_per_joule=tokens["output"] / joules if joules else None,
+        notes=_notes(result, records, latencies),
+    )
+
+
+def _records_and_rates(
+    result: RunResult, part: Mapping[str, str] | None, began_ns: int, ended_ns: int, windowed: bool
+) -> tuple[list[RequestRecord], dict[str, float]]:
+    """The records of a part that were due in the window, and the rates of all of it that came in the window."""
+    of_part = (part or {}).items()
+    records = [record for record in result.records if all(getattr(record, key) == name for key, name in of_part)]
+    if not windowed:
+        return records, whole_run_rates(records, began_ns, ended_ns)
+    due = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
+    return due, window_rates(records, began_ns, ended_ns)
+
+
+def cost_per_million_tokens(price_per_hour: float | None, tokens_per_s: float) -> float | None:
+    """The price of a million tokens; None without a price or without tokens."""
+    if price_per_hour is None or tokens_per_s <= 0:
+        return None
+    return cost_per_million(price_per_hour, tokens_per_s)
+
+
+def _distributions(
+    latencies: Latencies, since: Since, percentiles: Sequence[float], client: ClientHealth
+) -> dict[str, Distribution]:
+    distributions = {}
+    for metric, values in latencies.metrics(since).items():
+        known = ~np.isnan(values)
+        if not known.any():
+            continue
+        # Gaps of one request are not independent of each other.
+        groups = latencies.itl_request[known] if metric == "itl_ms" else None
+        distributions[metric] = distribution(values[known], percentiles, groups=groups)
+    tokens = float(np.mean(latencies.output_tokens)) if len(latencies.records) else 0.0
+    return with_client(distributions, client, since, tokens)
+
+
+def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
+    lengths = phase_lengths(latencies.records)
+    return {phase: distribution(each, percentiles) for phase, each in lengths.items()}
+
+
+def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:
+    return {
+        "prompt": sum(prompt_tokens(record) for record in completed),
+        "output": sum(record.tokens for record in completed),
+        "cached": sum(record.cached_tokens or 0 for record in completed),
+        "chunks": sum(len(record.chunk_ns) for record in completed),
+    }
+
+
+def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Latencies) -> list[str]:
+    """What a reader must know before believing the numbers, a sentence each."""
+    notes = [f"client-bound: {reason}" for reason in result.client.reasons]
+    abandoned = sum(not record.ok and record.failure_kind is FailureKind.ABANDONED for record in records)
+    failed = sum(record.failed for record in records) - abandoned
+    cancelled = sum(record.cancelled for record in records)
+    if result.interrupted:
+        notes.append(f"interrupted: {_requests(abandoned)} abandoned; not in any latency")
+    elif abandoned:
+        notes.append(f"{_requests(abandoned)} abandoned by this client; not in any latency")
+    if cancelled:
+        notes.append(f"{_requests(cancelled)} cancelled by the client as planned; not failures, and not in any latency")
+    if failed:
+        notes.append(f"{_requests(failed)} failed; not in any latency, and counted as missed")
+    if resent := sum(record.resent > 0 for record in records):
+        notes.append(
+            f"{_requests(resent)} sent again, because the server had closed the kept-open connection; their latency "
+            f"includes both attempts, and the server may have started them twice"
+        )
+    uncounted = sum(record.output_tokens is None for record in latencies.records)
+    if uncounted:
+        notes.append(f"{_requests(uncounted)} without `usage`: their output tokens are counted by chunks")
+    tokens, chunks = latencies.output_tokens, np.array([len(record.chunk_ns) for record in latencies.records])
+    if at_once := int(np.sum((chunks == 1) & (tokens > 1))):
+        notes.append(f"{_requests(at_once)} with several tokens answered in one chunk: no TPOT, no ITL")
+    elif len(chunks) and tokens.sum() > 1.05 * chunks.sum():
+        notes.append(f"{tokens.sum() / chunks.sum():.2f} tokens per chunk: ITL is the gap between chunks, not tokens")
+    return notes
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"

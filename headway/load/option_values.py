@@ -1,0 +1,77 @@
+"""How the values of flags are read that are more than a number or a word.
+
+What raises a BenchError does not name the flag: who reads the command line does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headway.load.errors import BenchError
+from headway.policy.objectives.objectives import checked_objectives, parse_objectives
+
+
+def percentiles(text: str) -> tuple[float, ...]:
+    """Parse percentiles like "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
+    found = []
+    for part in text.split(","):
+        try:
+            p = float(part)
+        except ValueError:
+            p = math.nan
+        if not 0 < p < 100:
+            raise BenchError(f"{part!r} is not a percentile; give numbers above 0 and below 100, such as 50,90,99.9")
+        found.append(p)
+    return tuple(sorted(set(found)))
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens like "16,256,1024". Raises BenchError where a part is not a whole number."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BenchError(f"{text!r} is not a list of lengths; give token counts, such as 16,256,1024") from None
+
+
+def key_values(values: Sequence[str]) -> dict[str, str]:
+    """Parse texts of the form KEY=VALUE. Raises BenchError where there is no = in one, or nothing before it."""
+    pairs = {}
+    for value in values:
+        key, equals, rest = value.partition("=")
+        if not (equals and key.strip()):
+            raise BenchError(f"{value!r} is not KEY=VALUE")
+        pairs[key.strip()] = rest.strip()
+    return pairs
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises BenchError when the text is not a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"it is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BenchError(f'it is a JSON {type(found).__name__}; it must be an object, such as {{"top_k": 20}}')
+    return found
+
+
+def parse_goodput(values: Sequence[str]) -> dict[str, float]:
+    """Objectives in ms, from `ttft:200`, `tpot:50` and the like; one value may hold several.
+
+    Raises BenchError as `parse_objectives` does.
+    """
+    try:
+        return parse_objectives(" ".join(values).replace(",", " ").split(), "--goodput")
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+
+
+def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, float]:
+    """The same objectives. Raises BenchError, which names `where` they stand, as `parse_objectives` does."""
+    try:
+        return checked_objectives(objectives, where)
+    except ValueError as error:
+        raise BenchError(str(error)) from None

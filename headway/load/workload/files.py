@@ -1,0 +1,65 @@
+"""Reading datasets from files: errors name the file and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.load.errors import BenchError
+
+SHOWN_CHARS = 200
+
+
+def wrong(path: Path, line: int, what: str, expected: str) -> BenchError:
+    """The error for one line of a file, however much is wrong with it."""
+    what = " ".join(what.split())
+    shown = what if len(what) <= SHOWN_CHARS else f"{what[:SHOWN_CHARS]}..."
+    return BenchError(f"{path}, line {line}: {shown}; {expected}")
+
+
+def read_text(path: Path) -> str:
+    """The whole of a file that must be UTF-8 and must not be empty.
+
+    Raises:
+        BenchError: naming the file and, for bytes that are not UTF-8, their line.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BenchError(
+            f"the dataset {path} cannot be read: {error.strerror or error}; check --dataset-path"
+        ) from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise wrong(path, line, f"byte 0x{raw[error.start]:02x} is not UTF-8", "is it compressed or binary?") from None
+    if not text.strip():
+        raise BenchError(f"the dataset {path} is empty; it must have at least one request")
+    return text
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line) of each line that is not blank."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def count_of(path: Path, line: int, name: str, value: str) -> int:
+    """A whole number of 0 or more; "374.0" counts as one.
+
+    Raises:
+        BenchError: naming the column and the value.
+    """
+    try:
+        number = int(value)
+    except ValueError:
+        try:
+            real = float(value)
+            number = int(real) if real.is_integer() else -1
+        except (ValueError, OverflowError):
+            number = -1
+    if number < 0:
+        raise wrong(path, line, f"{name} is '{value}'", "a whole number of tokens is expected")
+    return number

@@ -1,0 +1,137 @@
+"""KV of preempted sequences in host memory: whether it is copied there, and which host blocks hold it.
+
+A preempted sequence loses its blocks. Either it computes their tokens again when it returns, or the blocks are swapped
+out to host memory and back in, where that is predicted to take less time. Blocks at its beginning that other sequences
+use as well stay in the pool: they are not swapped out, and are found again by the prefix index. Where they were evicted
+meanwhile, the tokens are computed again after all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from headway.policy.step.step_time import StepTimeModel
+
+
+class BlockSwap(msgspec.Struct, array_like=True, gc=False):
+    """Blocks to copy from the KV pool to the host (`is_out`) or back, the first to the first and so on."""
+
+    is_out: bool
+    blocks: list[int]
+    host_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSpace:
+    """Host memory for blocks, and how long it takes to copy some there and back, in nanoseconds.
+
+    Args:
+        num_blocks: 0 where nothing is swapped.
+        fixed_ns: what copying takes for any number of blocks.
+        block_ns: what each block takes on top of that.
+    """
+
+    num_blocks: int = 0
+    fixed_ns: float = 0.0
+    block_ns: float = 0.0
+
+    def copy_ns(self, num_blocks: int) -> float:
+        """How long it takes to copy so many blocks to the host and back, in nanoseconds."""
+        return self.fixed_ns + num_blocks * self.block_ns
+
+    def one_way_ns(self, swaps: list[BlockSwap]) -> int:
+        """How long the copies of a plan take, each in its one direction, in nanoseconds."""
+        return round(sum([self.copy_ns(len(swap.blocks)) for swap in swaps]) / 2)
+
+
+NO_SWAP = SwapSpace()
+
+
+@dataclass(slots=True)
+class Swapped:
+    """What the host holds of a waiting sequence.
+
+    Args:
+        first: entry of its block table that the first of the host blocks is a copy of. With several KV cache groups,
+            the host has one table after the other; with a window, from the entry that is needed next.
+        computed: tokens that were computed when it was preempted.
+    """
+
+    first: int
+    computed: int
+    host_blocks: list[int]
+
+
+class HostPool:
+    """The blocks of a SwapSpace, which each plan's `swaps` fill and read in order.
+
+    Args:
+        step_time: predicts how long tokens take to be computed again.
+
+    Attributes:
+        swaps: copies that are decided and in no plan yet.
+        counts: since the start. Tokens swapped `out` and `in`; decisions to `swap`, to `recompute`, and to recompute as
+            the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
+    """
+
+    def __init__(self, space: SwapSpace, step_time: StepTimeModel) -> None:
+        self.space = space
+        self.swaps: list[BlockSwap] = []
+        self.counts: Counter[str] = Counter()
+        self._step_time = step_time
+        self._free = list(range(space.num_blocks - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return self.space.num_blocks - len(self._free)
+
+    def swap_out(self, blocks: list[int], first: int, start: int, computed: int) -> Swapped | None:
+        """Decide what becomes of blocks that are about to be released; None where their tokens are computed again.
+
+        Args:
+            first: Swapped.first.
+            start, computed: the blocks hold the tokens from `start` to `computed`.
+        """
+        recompute_ns = self._step_time.prefill_ns(computed - start, start)
+        copy_ns = self.space.copy_ns(len(blocks))
+        self.counts["recompute_ns"] += round(recompute_ns)
+        self.counts["copy_ns"] += round(copy_ns)
+        if copy_ns > recompute_ns:
+            self.counts["recompute"] += 1
+            return None
+        if len(blocks) > len(self._free):
+            self.counts["full"] += 1
+            return None
+        host_blocks = [self._free.pop() for _ in blocks]
+        self.swaps.append(BlockSwap(True, blocks, host_blocks))
+        self.counts["swap"] += 1
+        self.counts["out"] += computed - start
+        return Swapped(first, computed, host_blocks)
+
+    def swap_in(self, host_blocks: list[int], blocks: list[int], tokens: int) -> None:
+        """Copy `tokens` back from host blocks to these."""
+        self.swaps.append(BlockSwap(False, blocks, host_blocks))
+        self.counts["in"] += tokens
+
+    def free(self, swapped: Swapped) -> None:
+        """Give host blocks back. What is still to be copied from them is copied before they are written again."""
+        self._free += swapped.host_blocks
+
+    def take_swaps(self) -> list[BlockSwap]:
+        """The copies that go into the next plan that is run; none are left after that."""
+        taken, self.swaps = self.swaps, []
+        return taken
+
+    def check(self, held: Iterable[Swapped | None]) -> None:
+        """Verify that each host block is free or held by one of these.
+
+        Raises:
+            RuntimeError: some are lost or held twice.
+        """
+        blocks = self._free + [block for each in held if each is not None for block in each.host_blocks]
+        if sorted(blocks) != list(range(self.space.num_blocks)):
+            raise RuntimeError(f"of {self.space.num_blocks} host blocks {len(set(blocks))} are free or held once")

@@ -1,0 +1,205 @@
+"""Divides the time of a step among its sequences, and says what each of them spent it on.
+
+A mixed step takes longer for everybody in it than it would without the prompts of the others. So each sequence's
+compute is the share of the forward pass that the step would have taken without the others' prompt tokens, as
+`step_time` predicts it, and the rest is stall. Compute is rounded down to whole nanoseconds and stall takes the
+remainder, so that the parts sum to the step exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import replace
+
+from headway.policy.step.ledger import Phase, PhaseClock
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.request import Sequence, Status
+from headway.policy.step.step_time import StepTimeModel, StepWork
+
+
+class StepTimes(msgspec.Struct, frozen=True, gc=False):
+    """Readings of the monotonic clock around a step, in nanoseconds."""
+
+    launched_ns: int  # the forward pass began
+    computed_ns: int  # its logits were there
+    sampled_ns: int  # its tokens were known
+
+
+class Accounting:
+    """Keeps the ledgers of all sequences in the engine.
+
+    Waiting sequences share the queue clock, decoding ones the decode clock; only those with a prompt under way are
+    marked one by one. `stall_ns` adds up the stalls of all sequences by cause since it was last taken.
+
+    Args:
+        step_time: divides a step among its sequences, and is told how long each step took.
+    """
+
+    def __init__(self, step_time: StepTimeModel) -> None:
+        self.step_time = step_time
+        self.queue_reason = Phase.QUEUE_CAPACITY
+        self.stall_ns: dict[Phase, int] = {}
+        self._queue = PhaseClock()
+        self._decode = PhaseClock()
+        self._on_decode_clock = 0
+        self._steps = 0
+
+    def take_stalls(self) -> dict[Phase, int]:
+        taken, self.stall_ns = self.stall_ns, {}
+        return taken
+
+    # --- joining and leaving the clocks -------------------------------------------------------------
+
+    def begin_waiting(self, sequence: Sequence, now: int) -> None:
+        """A new sequence waits; what passed since its hand-over was transport."""
+        sequence.ledger.mark(Phase.TRANSPORT, now)
+        self._join_queue(sequence, now)
+
+    def begin_preempted(self, sequence: Sequence, now: int) -> None:
+        self.leave(sequence, now)
+        if sequence.output_len == 0:
+            self._join_queue(sequence, now)
+
+    def _join_queue(self, sequence: Sequence, now: int) -> None:
+        self._queue.mark(self.queue_reason, now)
+        sequence.clock_marks = self._queue.read()
+
+    def leave(self, sequence: Sequence, now: int) -> None:
+        """A waiting sequence is admitted, or one has ended: bring its ledger to `now`, whichever clock it was on."""
+        marks, sequence.clock_marks = sequence.clock_marks, None
+        if sequence.status is Status.WAITING:
+            if marks is not None:
+                self._queue.mark(self.queue_reason, now)
+                self._queue.settle(sequence.ledger, marks)
+            elif sequence.preemptions:
+                self._stall(sequence, Phase.DECODE_STALL_PREEMPTED, now)
+        elif marks is not None:
+            self._on_decode_clock -= 1
+            self._decode.mark(Phase.SCHEDULE, now)
+            self._decode.settle(sequence.ledger, marks)
+        sequence.ledger.mark(Phase.SCHEDULE, now)
+
+    def _stall(self, sequence: Sequence, phase: Phase, until: int) -> None:
+        length = until - sequence.ledger.last_ns
+        if length > 0:
+            sequence.ledger.mark(phase, until)
+            self._count_stall(phase, length)
+
+    def _count_stall(self, cause: Phase, length_ns: int) -> None:
+        if length_ns:
+            self.stall_ns[cause] = self.stall_ns.get(cause, 0) + length_ns
+
+    # --- a step -------------------------------------------------------------------------------------
+
+    def queue_stands_at(self, reason: Phase, now: int) -> None:
+        """The scheduler stopped admitting for `reason`; the time before was spent on the reason before."""
+        self._queue.mark(self.queue_reason, now)
+        self.queue_reason = reason
+
+    def record_retry(self, running: Iterable[Sequence], began: int, ended: int) -> None:
+        """A step failed and was run again in parts in this time, which is lost for everybody in the batch."""
+        self._decode.mark(Phase.SCHEDULE, began)
+        self._decode.mark(Phase.STEP_RETRY, ended)
+        lost = (ended - began) * self._on_decode_clock
+        self.stall_ns[Phase.STEP_RETRY] = self.stall_ns.get(Phase.STEP_RETRY, 0) + lost
+        for sequence in running:
+            if sequence.clock_marks is None:
+                sequence.ledger.mark(Phase.SCHEDULE, began)
+                self._stall(sequence, Phase.STEP_RETRY, ended)
+
+    def record_step(self, sequences: list[Sequence], plan: StepPlan, idle: list[Sequence], times: StepTimes) -> None:
+        """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
+
+        Call it before the results are applied, while each sequence is still as it was in the step.
+        """
+        work, scheduled = plan.work, plan.scheduled
+        forward = times.computed_ns - times.launched_ns
+        self._advance_decode_clock(work, forward, times)
+        off_clock: list[tuple[Sequence, ScheduledSequence]] = []
+        if len(sequences) > self._on_decode_clock or idle:
+            off_clock = [pair for pair in zip(sequences, scheduled, strict=True) if pair[0].clock_marks is None]
+        nobody_samples = bool(off_clock) and not any(item.samples for item in scheduled)
+        for sequence, item in off_clock:
+            self._mark_prefill(sequence, item, work, forward, times)
+            if nobody_samples:
+                sequence.ledger.mark(Phase.SCHEDULE, times.sampled_ns)
+            self._stall(sequence, _stall_of(sequence), times.sampled_ns)
+        for sequence in idle:
+            left_out = sequence.is_decoding
+            self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
+        self._learn(work, forward)
+
+    def record_decodes(self, work: StepWork, times: StepTimes) -> None:
+        """Record a step in which all running sequences decode, as they did in the step before."""
+        forward = times.computed_ns - times.launched_ns
+        self._advance_decode_clock(work, forward, times)
+        self._learn(work, forward)
+
+    def all_decode(self, running: int) -> bool:
+        """Whether so many running sequences have all been decoding since a step before."""
+        return self._on_decode_clock == running
+
+    def _learn(self, work: StepWork, forward: int) -> None:
+        if forward > 0 and self._is_worth_learning(work):
+            self.step_time.observe(work, forward)
+
+    def _is_worth_learning(self, work: StepWork) -> bool:
+        """True for every step with a prompt in it, and for one in eight of those that only decode."""
+        self._steps += 1
+        return work.prefill_tokens > 0 or self._steps % 8 == 0
+
+    def join_decode_clock(self, sequence: Sequence) -> None:
+        """The sequence decodes in every step after this one."""
+        sequence.clock_marks = self._decode.read()
+        self._on_decode_clock += 1
+
+    def leave_out(self, sequence: Sequence, now: int) -> None:
+        """A decoding sequence gets no token in the step that begins."""
+        if sequence.clock_marks is not None:
+            self.leave(sequence, now)
+
+    def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
+        clock = self._decode
+        clock.mark(Phase.SCHEDULE, times.launched_ns)
+        if work.prefill_tokens and work.decode_tokens:
+            prompts = forward  # where they end
+            alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
+            compute = int(forward * self.step_time.share_without(work, alone))
+            if work.logit_rows:
+                without_logits = self.step_time.share_without(work, replace(work, logit_rows=0))
+                prompts = max(compute, int(forward * without_logits))
+            self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
+            self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
+            clock.mark(Phase.DECODE_COMPUTE, times.launched_ns + compute)
+            clock.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
+            clock.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+        else:
+            clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
+        clock.mark(Phase.SAMPLING, times.sampled_ns)
+
+    def _mark_prefill(
+        self, sequence: Sequence, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes
+    ) -> None:
+        own = work_of([item])
+        alone = replace(own, decode_tokens=work.decode_tokens, decode_context=work.decode_context)
+        computed = times.launched_ns + int(forward * self.step_time.share_without(work, alone))
+        sequence.ledger.mark(Phase.SCHEDULE, times.launched_ns)
+        if item.decoding:
+            sequence.ledger.mark(Phase.DECODE_COMPUTE, computed)
+        elif sequence.output_len > 0:
+            self._stall(sequence, Phase.DECODE_STALL_RECOMPUTE, computed)
+        else:
+            sequence.ledger.mark(Phase.PREFILL_COMPUTE, computed)
+        self._stall(sequence, _stall_of(sequence), times.computed_ns)
+        if item.samples:
+            sequence.ledger.mark(Phase.SAMPLING, times.sampled_ns)
+
+
+def _stall_of(sequence: Sequence) -> Phase:
+    """The phase in which a sequence waits for others.
+
+    It is a decode stall once the sequence has a token of output, also while its tokens are computed again.
+    """
+    return Phase.DECODE_STALL_PREFILL if sequence.output_len > 0 else Phase.PREFILL_STALL

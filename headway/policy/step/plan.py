@@ -1,0 +1,168 @@
+"""A step as plain data: what the scheduler has decided, and all that an executor must know to run it.
+
+A plan can be encoded as it is, to go to another process. It names sequences by a number, `seq_id`. The executor does
+not know sequences that have not run yet or were preempted: the plan says everything about them, and only what has
+changed about the others. An executor keeps each `SequenceState` until it is told to forget it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.policy.cache.checkpoints import Checkpoint
+from headway.policy.cache.kv_groups import PASSED
+from headway.policy.cache.swap import BlockSwap
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.request import Sequence
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.step_time import StepWork, pairs
+
+
+class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
+    """What an executor knows of a sequence. A plan hands it over, and the executor updates it by later plans.
+
+    Args:
+        tokens: the prompt and the output up to now.
+        stop_ids: ids that end it.
+        seed: the seed of its draws.
+        block_table: KV blocks in order of position, in the first KV cache group.
+        checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
+        further_tables: block tables in further groups. Where a window has passed, tables have PASSED.
+        pooling: the vector that is wanted of its prompt, in place of tokens.
+    """
+
+    seq_id: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    prompt_len: int
+    tokens: list[int]
+    block_table: list[int]
+    checkpoint: int = -1
+    further_tables: list[list[int]] = []
+    pooling: PoolingParams | None = None
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """The block table in each KV cache group."""
+        return [self.block_table, *self.further_tables]
+
+    def change_table(self, change: TableChange) -> None:
+        """Apply a change of a table."""
+        table = self.further_tables[change.group - 1] if change.group else self.block_table
+        table[change.start :] = change.blocks
+        for entry in range(change.first - 1, change.sinks - 1, -1):
+            if table[entry] == PASSED:
+                break
+            table[entry] = PASSED
+
+
+def state_of(sequence: Sequence) -> SequenceState:
+    """All that an executor has to know of a sequence, with copies of its lists."""
+    tables = [table.entries(0, table.end) for table in sequence.tables]
+    return SequenceState(
+        sequence.seq_id,
+        sequence.params,
+        sequence.seed,
+        sequence.stop_ids,
+        sequence.prompt_len,
+        list(sequence.tokens),
+        tables[0],
+        sequence.checkpoint,
+        tables[1:],
+        sequence.pooling,
+    )
+
+
+class TableChange(msgspec.Struct, array_like=True, gc=False):
+    """A change of one block table of a sequence that the executor knows: these blocks stand from entry `start` on.
+
+    Args:
+        group: number of the KV cache group whose table it is.
+        first: a window has passed the entries from `sinks` up to this one.
+        sinks: how many of the first entries stay.
+    """
+
+    seq_id: int
+    start: int
+    blocks: list[int]
+    group: int = 0
+    first: int = 0
+    sinks: int = 0
+
+
+class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
+    """A sequence's part of a step: some tokens after the `start` tokens that are computed already.
+
+    Args:
+        token_ids: a chunk of known tokens; or the newest one, followed by drafts, which may be refused.
+        samples: how many of the last tokens have their logits sampled: the newest known one and the drafts. None where
+            known tokens are left for later steps, or a vector is wanted in place of tokens.
+        logit_rows: how many of the first tokens need their logits for prompt_logprobs.
+        keeps: behind which tokens the state of recurrent layers is to be kept; in order, no two behind the same.
+    """
+
+    seq_id: int
+    start: int
+    token_ids: list[int]
+    decoding: bool
+    samples: int
+    logit_rows: int = 0
+    keeps: tuple[Checkpoint, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+NO_WORK = StepWork()
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """One step.
+
+    Args:
+        scheduled: which sequences compute which tokens.
+        new: sequences that the executor does not know.
+        tables: changes of the block tables of others.
+        swaps: blocks to copy to and from the host before anything else, one after the other.
+        copies: blocks to copy then, from source to target.
+        preempted: sequences that have lost their blocks; the executor forgets them before the step.
+        expired: sequences that waited too long or can't be in time, and are finished.
+        work: what the scheduled parts come to, as `work_of` says.
+        pools: some of the sequences want a vector.
+        wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
+    """
+
+    scheduled: list[ScheduledSequence] = []
+    new: list[SequenceState] = []
+    tables: list[TableChange] = []
+    swaps: list[BlockSwap] = []
+    copies: list[tuple[int, int]] = []
+    preempted: list[int] = []
+    expired: list[int] = []
+    work: StepWork = NO_WORK
+    pools: bool = False
+    wait_until_ns: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.work.tokens
+
+
+def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
+    """The work of a step with these parts."""
+    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
+    for item in scheduled:
+        if item.decoding:
+            decode_tokens += 1
+            decode_context += item.start + 1
+            if item.samples > 1:
+                drafts = item.samples - 1
+                decode_tokens += drafts
+                decode_context += pairs(item.start + 1, drafts)
+        else:
+            prefill_tokens += item.num_tokens
+            prefill_pairs += pairs(item.start, item.num_tokens)
+            logit_rows += item.logit_rows
+    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)

@@ -1,0 +1,81 @@
+"""What an operator chooses for the scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headway.policy.cache.swap import NO_SWAP, SwapSpace
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable
+from headway.policy.step.step_budget import MIXED, Sharing
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Args:
+        max_num_seqs: sequences that may run at once.
+        max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
+        max_model_len: longest sequence; the pool must hold one of it.
+        policy: a scheduling policy by its name, or as module:Class (`policies`).
+        lookahead: how many waiting sequences behind one that does not fit are tried.
+        max_bypasses: how often a sequence that does not fit may be overtaken.
+        max_prefill_stall_ms: prompts may hold up others for at most this many ms a step, or for as long as the others
+            take alone where that is longer; may be infinite. Without chunked prefill there is no bound.
+        max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
+        classes: classes of requests, with their objectives.
+        watermark: share of the pool that admission leaves free for those who run, and the most that is kept free of
+            each class's share for those to come.
+        weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
+        sharing: how prompts and decodes share steps.
+        swap: host memory for the KV of preempted sequences.
+
+    Raises:
+        ValueError: when the limits contradict each other; the message names both.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+    lookahead: int = 16
+    max_bypasses: int = 32
+    max_prefill_stall_ms: float = math.inf
+    max_queue_time: float = math.inf
+    classes: ClassTable = BUILT_IN
+    watermark: float = 0.01
+    weights: Mapping[str, float] = field(default_factory=dict)
+    swap: SwapSpace = NO_SWAP
+    sharing: Sharing = MIXED
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark:g}; it is a share of the KV pool, from 0 to below 1")
+        if not self.max_queue_time > 0:
+            raise ValueError(f"max_queue_time is {self.max_queue_time:g}; it must be more than 0")
+        if not self.max_prefill_stall_ms >= 0:
+            raise ValueError(f"max_prefill_stall_ms is {self.max_prefill_stall_ms:g}; it must be 0 or more")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+        check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill a whole prompt must fit in a step: raise max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}) to max_model_len ({self.max_model_len}) or lower the latter"
+            )
+
+    def kept_free(self, num_blocks: int) -> int:
+        """How many blocks of a pool of `num_blocks` the watermark stands for."""
+        return max(1, int(self.watermark * num_blocks))
+
+
+def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raise ValueError when a step has no token for each sequence."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs ({max_num_seqs}); "
+            "raise the first or lower the second"
+        )

@@ -1,0 +1,333 @@
+"""The routes. Each reads a body, checks it, tokenizes, generates and answers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headway import __version__
+from headway.engine.client import EngineDead
+from headway.outputs.choices import TokenizedPrompt
+from headway.policy.admission.queue_bound import Place
+from headway.policy.objectives.service_class import ServiceClass
+from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.scheduler import DECISIONS_KEPT
+from headway.server.api import responses
+from headway.server.api.answers import Answer
+from headway.server.api.chat import ChatAnswer
+from headway.server.api.completions import CompletionAnswer
+from headway.server.api.parameters import check_ids, fitted_params, sampling_params
+from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
+from headway.server.api.request_body import check_body, query_number
+from headway.server.api.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TokenIds,
+    TokenizeChat,
+    TokenizeText,
+)
+from headway.server.api.serving import read, read_unless_full, serve
+from headway.server.classes import Terms
+from headway.server.edge.connection import ARRIVED
+from headway.server.edge.pacing import Shared
+from headway.server.edge.probes import health
+from headway.server.errors import bad_request, unavailable
+from headway.server.generation import Generation, clock
+from headway.server.metrics.metrics import CONTENT_TYPE
+from headway.server.service import Service
+
+BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, TokenizeText, TokenizeChat, DetokenizeBody)
+# Token ids of /tokenize that are written at once, which takes less than a millisecond.
+TOKENS_BETWEEN_PAUSES, PAUSE_S = 1024, 2e-5
+MAX_CHOICES_OF_ALL_PROMPTS = 4096
+# Metrics are written once in so many seconds at most, as that takes some 10 ms.
+EXPOSITION_EVERY_S = 0.1
+# The most entries of prompt_logprobs: enough for a prompt of 131,072 tokens with the most alternatives, and some 200 MB
+# of JSON.
+MAX_PROMPT_LOGPROBS = 3_000_000
+# An id of 32 digits, and its first ones, which are enough to tell requests apart in a line for people.
+_LONG_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
+_WORKING = responses.errors(400, 401, 404, 408, 413, 429, 500, 503)
+_GENERATING = responses.errors(403) | _WORKING
+
+
+def _written(token_ids: list[int], show: Callable[[int], str] | None = None) -> msgspec.Raw:
+    """Ids, or what is shown of each, as JSON, with pauses for the event loop."""
+    parts = []
+    for at in range(0, len(token_ids), TOKENS_BETWEEN_PAUSES):
+        ids = token_ids[at : at + TOKENS_BETWEEN_PAUSES]
+        parts.append(msgspec.json.encode(ids if show is None else [show(token_id) for token_id in ids])[1:-1])
+        time.sleep(PAUSE_S)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+class Routes:
+    """The handlers, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        exposition = partial(service.metrics.exposition, bool(service.settings.metrics_keys))
+        self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
+
+    def add_to(self, app: FastAPI) -> None:
+        add, of_generation, body = partial(responses.add_route, app), responses.EVENT_STREAM, responses.json_body
+        for path, handler, answer, kind in (
+            ("/v1/completions", self.completions, responses.Completion, CompletionBody),
+            ("/v1/chat/completions", self.chat_completions, responses.ChatCompletion, ChatBody),
+        ):
+            add("POST", path, handler, {"model": answer, **of_generation}, _GENERATING, body(kind))
+        add("POST", "/tokenize", self.tokenize, responses.Tokens, _WORKING, body(TokenizeText, TokenizeChat))
+        add("POST", "/detokenize", self.detokenize, responses.Text, _WORKING, body(DetokenizeBody))
+        add("GET", "/v1/models", self.models, responses.ModelList, responses.errors(401, 503))
+        one = {"parameters": [responses.in_path("model_id")]}
+        add("GET", "/v1/models/{model_id:path}", self.model, responses.ModelCard, responses.errors(401, 404, 503), one)
+        add("GET", "/health", self.health, responses.Health, responses.errors(503))
+        for method in ("GET", "POST"):  # SageMaker may use either
+            add(method, "/ping", self.health, {}, {}, in_schema=False)
+        add("GET", "/", self.root, {}, {}, in_schema=False)
+        add("GET", "/version", self.version, responses.Version, {})
+        add("GET", "/load", self.load, responses.Load, responses.errors(401))
+        steps = responses.query(
+            "steps", "How many of the last steps.", type="integer", minimum=1, maximum=DECISIONS_KEPT, default=50
+        )
+        form = responses.query("format", "JSON, or a line for each step.", enum=["json", "text"], default="json")
+        plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        failures = responses.errors(400, 401, 503)
+        told = {"model": responses.Schedule, **plain}
+        add("GET", "/debug/schedule", self.schedule, told, failures, {"parameters": [steps, form]})
+        app.add_api_route(
+            "/metrics",
+            self.metrics,
+            methods=["GET"],
+            response_class=Response,
+            responses={200: plain, **responses.errors(401)},
+        )
+
+    # --- text generation ----------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, await read_unless_full(self._service, request, CompletionBody))
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, await read_unless_full(self._service, request, ChatBody))
+
+    async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> Response:
+        if not self._service.check_ready().generates:
+            raise bad_request("this checkpoint has no output layer; it gives embeddings only, at /v1/embeddings")
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
+        make = partial(self._answer, request, body)
+        return await serve(self._service, request, body, lambda: self._num_choices(body), make)
+
+    async def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
+    ) -> Answer | Response:
+        """The whole response, or for a stream the Answer that will make it."""
+        service = self._service
+        await service.pace.turn()
+        params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
+        checked_ns = clock()
+        with service.counting_refusals(terms.service.name):
+            prompts = self._truncated(body, await self._prompts(body), terms.service)
+            self._check_prompt_logprobs(prompts, params, body)
+            fitted = self._fitted(body, params, prompts, terms.service)
+            service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
+            generation = Generation(
+                service,
+                prompts,
+                fitted,
+                place,
+                terms,
+                arrived_ns=request.scope[ARRIVED],
+                checked_ns=checked_ns,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                keep=not body.stream,
+                include_timings=body.include_timings,
+                prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+            )
+        model = body.model or service.settings.served_model_names[0]
+        answer: Answer
+        if isinstance(body, ChatBody):
+            answer = ChatAnswer(generation, body, model, service.tokenizer)
+        else:
+            answer = CompletionAnswer(generation, body, model, service.tokenizer)
+        return answer if body.stream else await answer.whole()
+
+    def _fitted(
+        self,
+        body: CompletionBody | ChatBody,
+        params: SamplingParams,
+        prompts: list[TokenizedPrompt],
+        service_class: ServiceClass,
+    ) -> list[SamplingParams]:
+        """The parameters for each prompt, fitted to the context and the class."""
+        limit = self._service.check_ready().max_model_len
+        given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None)
+        prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
+        return [
+            fitted_params(
+                params,
+                len(prompt.token_ids),
+                limit,
+                service_class,
+                prompt_field=prompt_field,
+                max_tokens_field=max_tokens_field,
+            )
+            for prompt in prompts
+        ]
+
+    async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
+        is_cut = body.truncate_prompt_tokens is not None
+        if isinstance(body, ChatBody):
+            return [await chat_prompt(self._service, body, body.cache_salt, is_cut)]
+        given = body.prompt, body.add_special_tokens, body.cache_salt
+        return await completion_prompts(self._service, *given, is_cut=is_cut)
+
+    def _truncated(
+        self, body: CompletionBody | ChatBody, prompts: list[TokenizedPrompt], service_class: ServiceClass
+    ) -> list[TokenizedPrompt]:
+        limit = self._service.check_ready().max_model_len
+        wished = getattr(body, "max_completion_tokens", None) or body.max_tokens or body.min_tokens or 1
+        most = most_tokens(body, limit, min(limit - wished, service_class.max_prompt_tokens))
+        if most is None:
+            return prompts
+        framed = body.add_special_tokens and prompts[0].text is not None
+        before, behind = self._service.tokenizer.num_added if framed else (0, 0)
+        return [truncated(each, most, body.truncation_side != "right", before, behind) for each in prompts]
+
+    def _num_choices(self, body: CompletionBody | ChatBody) -> int:
+        n = body.n or 1
+        prompts = 1 if isinstance(body, ChatBody) else len(as_list(body.prompt))
+        if prompts * n > MAX_CHOICES_OF_ALL_PROMPTS:
+            raise bad_request(
+                f"{prompts} prompts with n = {n} make {prompts * n} choices; "
+                f"at most {MAX_CHOICES_OF_ALL_PROMPTS} are allowed in one request",
+                "n",
+            )
+        return prompts * n
+
+    def _check_prompt_logprobs(
+        self, prompts: list[TokenizedPrompt], params: SamplingParams, body: CompletionBody | ChatBody
+    ) -> None:
+        if params.prompt_logprobs is None:
+            return
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        wanted = tokens * params.n * (params.prompt_logprobs + 1)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise bad_request(
+                f"the answer would have {wanted} log-probabilities of prompts ({tokens} tokens, {params.n} choices, "
+                f"{params.prompt_logprobs + 1} each); at most {MAX_PROMPT_LOGPROBS} are allowed in one request",
+                "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+            )
+
+    # --- tokens -------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self._service
+        content = await service.bodies.read(request)
+        body = check_body(TokenizeChat, content) if "messages" in content else check_body(TokenizeText, content)
+        service.check_model(body.model)
+        ready = service.check_ready()
+        if isinstance(body, TokenizeChat):
+            token_ids = (await chat_prompt(service, body, is_cut=True)).token_ids
+        else:
+            (token_ids,) = await prompt_ids(service, [body.prompt], body.add_special_tokens, None, "prompt", True)
+
+        def write() -> bytes:
+            text = service.tokenizer.token_text
+            head = {"count": len(token_ids), "max_model_len": ready.max_model_len}
+            strings = _written(token_ids, text) if body.return_token_strs else None
+            return msgspec.json.encode({**head, "tokens": _written(token_ids), "token_strs": strings})
+
+        encoded = await service.text_work.finish(len(token_ids), write)
+        return Response(encoded, media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        service = self._service
+        body = await read(service, request, DetokenizeBody)
+        service.check_model(body.model)
+        service.check_ready()
+        check_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
+        tokens, tokenizer = body.tokens, service.tokenizer
+
+        def decode() -> str:
+            if isinstance(tokens, TokenIds):
+                return service.text_process.decode(tokenizer.folder, tokens.tobytes(), False)
+            return tokenizer.decode(tokens, False)
+
+        work = service.process_work if isinstance(tokens, TokenIds) else service.text_work
+        encoded = await work.run(len(tokens), lambda: msgspec.json.encode({"prompt": decode()}))
+        return Response(encoded, media_type="application/json")
+
+    # --- status -------------------------------------------------------------------------------------
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "headway",
+            "root": self._service.settings.root or name,
+            "parent": None,
+            "max_model_len": self._service.check_ready().max_model_len,
+        }
+
+    async def root(self) -> Response:
+        """Where to go from here."""
+        places = {"api": "/docs", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return _json({"server": f"headway {__version__}"} | places)
+
+    async def models(self) -> Response:
+        names = self._service.settings.served_model_names
+        return _json({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model_id"]
+        self._service.check_model(name)
+        return _json(self._card(name))
+
+    async def health(self) -> Response:
+        return health(self._service.check_ready)
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def load(self) -> Response:
+        """Requests in flight."""
+        return _json({"server_load": self._service.in_flight})
+
+    async def schedule(self, request: Request) -> Response:
+        """The last steps and the reasons for them, the newest last."""
+        self._service.check_ready()
+        steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
+        if form not in ("json", "text"):
+            raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
+        try:
+            told = await self._service.engine.explain(steps)
+        except EngineDead as error:
+            raise unavailable(str(error), "engine_dead", 5) from None
+        now = clock()
+        decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told]
+        if form == "json":
+            return _json({"steps": decisions})
+        lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
+        return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
+
+    async def metrics(self) -> Response:
+        return Response(await self._exposition.get(), media_type=CONTENT_TYPE)

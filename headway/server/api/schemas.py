@@ -1,0 +1,454 @@
+"""The bodies of requests: their fields and types. SamplingParams checks the ranges."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+
+from headway.policy.objectives.service_class import LONGEST_NAME
+
+MAX_MESSAGES = 4096
+LEAST, MOST = -(2**63), 2**63 - 1
+
+
+def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
+    """Check the whole value in one function: pydantic's unions would try and report every branch for every item."""
+
+    def validate(value: Any) -> Any:
+        if not check(value):
+            raise ValueError(f"must be {form}")
+        return value
+
+    return BeforeValidator(validate)
+
+
+class TokenIds(array):  # type: ignore[type-arg]
+    """Many ids that were read in pieces, and so need no further look at each of them.
+
+    A list of millions of numbers takes long even to be freed.
+    """
+
+    lowest = highest = 0
+
+    def __new__(cls) -> Self:
+        return super().__new__(cls, "q")  # type: ignore[return-value]
+
+    def add(self, ids: list[int]) -> None:
+        """Append ids. Those that are too large for the array become the largest that fits."""
+        if ids:
+            self.lowest, self.highest = min(self.lowest, min(ids)), max(self.highest, max(ids))
+            fits = self.lowest >= LEAST and self.highest <= MOST
+            self.extend(ids if fits else [max(LEAST, min(each, MOST)) for each in ids])
+
+
+def _all_of(kind: type, value: Any) -> bool:
+    if isinstance(value, TokenIds):
+        return kind is int
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _all_of(str, value) or _all_of(int, value):
+        return True
+    return isinstance(value, list) and all(_all_of(int, item) for item in value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or _all_of(str, value)
+
+
+def _is_stop(value: Any) -> bool:
+    return value is None or _is_texts(value)
+
+
+def _are_documents(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, str) or (isinstance(each, dict) and each.keys() == {"text"} and isinstance(each["text"], str))
+        for each in value
+    )
+
+
+def _is_content(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
+    )
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "text", "description": "Only text is understood."},
+        "text": {**_TEXT, "description": "The text of this part."},
+    },
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+
+_DOCUMENT = {
+    "type": "object",
+    "properties": {"text": {**_TEXT, "description": "The text of the document."}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+PromptField = Annotated[
+    Any,
+    _must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids", _is_prompt),
+    WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
+]
+TextsField = Annotated[
+    Any,
+    _must_be("a string or a list of strings", _is_texts),
+    WithJsonSchema({"anyOf": [_TEXT, _TEXTS]}),
+]
+DocumentsField = Annotated[
+    Any,
+    _must_be("a list of strings, or of objects with a text", _are_documents),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [_TEXT, _DOCUMENT]}, "minItems": 1}),
+]
+StopField = Annotated[
+    Any,
+    _must_be("a string or a list of strings", _is_stop),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
+]
+IdsField = Annotated[
+    Any,
+    _must_be("a list of token ids", lambda value: _all_of(int, value)),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
+]
+ContentField = Annotated[
+    Any,
+    _must_be("a string or a list of parts of type text", _is_content),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}),
+]
+
+NullField = Annotated[
+    Any,
+    _must_be("null or an empty list, because it is not supported", lambda value: value in (None, [])),
+    WithJsonSchema({"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}),
+]
+
+
+# Integers that the engine's messages can't carry are out of every range.
+Int = Annotated[int, Field(ge=LEAST, le=MOST)]
+
+
+def said(description: str, default: Any = None, **limits: Any) -> Any:
+    """A field with its description in /docs; `...` for a default makes it required."""
+    return Field(default, description=description, **limits)
+
+
+class Body(BaseModel):
+    """Refuses unknown fields, values of another JSON type, and numbers that JSON does not have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = said("Whether a last event with the token counts comes before [DONE]; default false.", False)
+    continuous_usage_stats: bool = said("Whether every event has the token counts so far; default false.", False)
+
+
+class RequestBody(Body):
+    """Fields of every request for the engine. A field that is null counts as left out."""
+
+    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
+    user: str | None = said("A name of the end user; it has no effect.")
+    cache_salt: str | None = said(
+        "Prompts share cached prefixes only with prompts of the same salt, of 1 to 256 characters.",
+        min_length=1,
+        max_length=256,
+    )
+    priority: int = said(
+        "Lower goes first, default 0; other values need a server with --scheduling-policy priority.",
+        0,
+        ge=-(2**31),
+        le=2**31 - 1,
+    )
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
+        "Selects a service class by OpenAI's names."
+    )
+    service_class: str | None = said(
+        "The service class, with its objectives and limits; default the server's default class.",
+        min_length=1,
+        max_length=LONGEST_NAME,
+    )
+    include_timings: bool = said(
+        "Whether the answer has the phases of the request, in nanoseconds; default false.", False
+    )
+    truncate_prompt_tokens: Int | None = said(
+        "A longer prompt is cut to so many tokens, from 1 to the context; -1 is as much as fits."
+    )
+    truncation_side: Literal["left", "right"] | None = said(
+        "The end from which a prompt is cut; default left for generation, right for embeddings and scores."
+    )
+
+
+class GenerationBody(RequestBody):
+    """Fields that completions and chat completions share."""
+
+    temperature: float | None = said("Randomness, from 0 (the likeliest token) to 100; default 1 or the checkpoint's.")
+    top_p: float | None = said(
+        "Only the likeliest tokens that have this probability together are drawn; default 1 or the checkpoint's."
+    )
+    n: Int | None = said("Choices of each prompt, 1 to 128; default 1.")
+    stop: StopField = said("Strings that end the text and are not in it: up to 16, of up to 1,024 characters each.")
+    stream: bool | None = said("Whether the answer comes token by token, as server-sent events; default false.")
+    stream_options: StreamOptions | None = said("What the events of a stream have besides text; only with stream.")
+    seed: Int | None = said(
+        "The same seed and prompt draw the same tokens again, a whole number of 64 bits; default random."
+    )
+    presence_penalty: float | None = said(
+        "Subtracted from the logits of tokens that the answer has already, -2 to 2; default 0."
+    )
+    frequency_penalty: float | None = said(
+        "Subtracted from a token's logit for each time that the answer has it, -2 to 2; default 0."
+    )
+    logit_bias: dict[str, float] | None = said(
+        "Added to the logits of token ids, which are the keys: up to 1,024, of -100 to 100."
+    )
+
+    top_k: Int | None = said(
+        "Only so many of the likeliest tokens are drawn; 0 or -1 is all, default all or the checkpoint's."
+    )
+    min_p: float | None = said(
+        "Only tokens this fraction as likely as the likeliest are drawn, 0 to 1; default 0 or the checkpoint's."
+    )
+    repetition_penalty: float | None = said(
+        "Above 1, up to 100, tokens that were there become less likely, below more; default 1 or the checkpoint's."
+    )
+    ignore_eos: bool = said("Whether the answer goes on behind the model's end token; default false.", False)
+    min_tokens: Int | None = said("Tokens before which no stop string and no end token ends the answer; default 0.")
+    stop_token_ids: list[int] | None = said("Token ids that end the answer, up to 128.")
+    include_stop_str_in_output: bool = said(
+        "Whether the text contains the stop string that ended it; default false.", False
+    )
+    skip_special_tokens: bool = said("Whether special tokens are left out of the text; default true.", True)
+    prompt_logprobs: Int | None = said(
+        "Alternatives, 0 to 20, with log-probabilities for each token of the prompt; default none."
+    )
+    return_token_ids: bool | None = said("Whether the answer has the token ids of prompt and text; default false.")
+    return_tokens_as_token_ids: bool | None = said(
+        "Whether log-probabilities name tokens by their ids, as token_id:5; default false."
+    )
+
+
+class ResponseFormat(Body):
+    type: Literal["text"] = said("The only format is text.", ...)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: PromptField = said("What is continued: a text, token ids, or a list of up to 1,024 of either.", ...)
+    max_tokens: Int | None = said(
+        "Tokens of an answer at most, default 16 or the checkpoint's; 0 only with echo or prompt_logprobs."
+    )
+    echo: bool | None = said("Whether the text begins with the prompt; default false.")
+    logprobs: Int | None = said(
+        "Alternatives, 0 to 20, whose log-probabilities are given for each token; default none."
+    )
+    best_of: Int | None = said("The same as n, if it is given.")
+    add_special_tokens: bool = said("Whether the tokenizer adds its special tokens to the prompt; default true.", True)
+    response_format: ResponseFormat | None = said("The format of the answer; only text.")
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is to follow the prompt."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
+
+
+class Message(Body):
+    """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"type": ["string", "array"]}}},
+            ]
+        }
+    )
+
+    role: Literal["system", "developer", "user", "assistant"] = said("Who speaks.", ...)
+    content: ContentField = said(
+        "The text, or a list of parts of type text; null in a message of the assistant is an empty text.", ...
+    )
+    name: str | None = said("The speaker's name, for templates that show it.")
+    refusal: NullField = said("As answers have it; only null.")
+    annotations: NullField = said("As answers have them; only null or none.")
+    audio: NullField = said("As answers have it; only null.")
+    function_call: NullField = said("As answers have it; only null, as tools are not supported.")
+    tool_calls: NullField = said("As answers have them; only null or none, as tools are not supported.")
+
+
+class ChatFields(Body):
+    """How messages become a prompt."""
+
+    messages: Annotated[list[Message], FailFast()] = said(
+        "The conversation so far, 1 to 4,096 messages.", ..., min_length=1, max_length=MAX_MESSAGES
+    )
+    add_generation_prompt: bool = said("Whether the prompt ends with the beginning of an answer; default true.", True)
+    continue_final_message: bool = said(
+        "Whether the answer continues the last message, instead of following it; default false.", False
+    )
+    chat_template_kwargs: dict[str, Any] | None = said("Further variables of the chat template.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = said(
+        "A variable of the chat template, which must have it."
+    )
+    add_special_tokens: bool = said(
+        "Whether the tokenizer adds its special tokens to those of the template; default false.", False
+    )
+
+
+class ChatBody(GenerationBody, ChatFields):
+    """POST /v1/chat/completions."""
+
+    max_tokens: Int | None = said("The older name of max_completion_tokens.")
+    max_completion_tokens: Int | None = said(
+        "Tokens of an answer at most; default the rest of the context, or the checkpoint's."
+    )
+    logprobs: bool | None = said("Whether each token has its log-probability; default false.")
+    top_logprobs: Int | None = said(
+        "Alternatives, 0 to 20, whose log-probabilities are given too; only with logprobs, default 0."
+    )
+    response_format: ResponseFormat | None = said("The format of the answer; only text.")
+    modalities: list[Literal["text"]] | None = said(
+        "What the answer consists of; only text.", min_length=1, max_length=1
+    )
+
+
+class EmbeddingBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    input: PromptField = said("What vectors are wanted of: a text, token ids, or a list of up to 2,048 of either.", ...)
+    encoding_format: Literal["float", "base64"] | None = said(
+        "Vectors as lists of numbers (float, the default), or as base64 of little-endian float32."
+    )
+    dimensions: Int | None = said("Length of the vectors, for models that can shorten them; default the model's.")
+    add_special_tokens: bool = said("Whether the tokenizer adds its special tokens to the texts; default true.", True)
+
+
+class ScoreBody(RequestBody):
+    """POST /v1/score: `text_1` and `text_2`, or by their other names `queries` and `documents`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]}
+    )
+
+    text_1: TextsField = said("The texts that are compared: one, or as many as text_2 has.")
+    text_2: TextsField = said("The texts that they are compared with.")
+    queries: TextsField = said("Another name of text_1.")
+    documents: TextsField = said("Another name of text_2.")
+    instruction: str | None = said("What relevance means here, for models whose template takes it.")
+
+
+class RerankBody(RequestBody):
+    """POST /v1/rerank."""
+
+    query: str = said("The text that documents are to be relevant to.", ...)
+    documents: DocumentsField = said("Texts, or objects with a `text`.", ...)
+    top_n: int | None = said("So many of the most relevant are returned, 0 or more; default all.", ge=0, le=2**31 - 1)
+    return_documents: bool | None = said("Whether the answer repeats the documents; default true.")
+    instruction: str | None = said("What relevance means here, for models whose template takes it.")
+
+
+class TokenizeText(Body):
+    """POST /tokenize, of a text."""
+
+    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
+    prompt: str = said(
+        "The text; up to 4,194,304 characters and bytes, or what the context holds if that is more.", ...
+    )
+    add_special_tokens: bool = said("Whether the tokenizer adds its special tokens; default true.", True)
+    return_token_strs: bool | None = said("Whether each token is also given as a text; default false.")
+
+
+class TokenizeChat(ChatFields):
+    """POST /tokenize, of messages."""
+
+    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
+    return_token_strs: bool | None = said("Whether each token is also given as a text; default false.")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
+    tokens: IdsField = said("The token ids.", ...)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An OpenAI field that this server does not have.
+
+    Args:
+        reason: why it is refused.
+        no_op: whether a value changes nothing in the answer of a server without the field, and so is taken; null always
+            is. Clients send such values in every request.
+    """
+
+    reason: str
+    no_op: Callable[[Any], bool] = lambda value: False
+
+
+_NO_TOOLS = "tool calls are not supported yet"
+_NO_GRAMMAR = "answers are not held to a grammar"
+_NO_BEAMS = "beam search is not supported"
+UNSUPPORTED = {
+    "suffix": Unsupported("inserting before a suffix is not supported", lambda value: value == ""),
+    "tools": Unsupported(_NO_TOOLS, lambda value: value == []),
+    "tool_choice": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
+    "parallel_tool_calls": Unsupported(_NO_TOOLS, lambda value: isinstance(value, bool)),
+    "functions": Unsupported(_NO_TOOLS, lambda value: value == []),
+    "function_call": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
+    "audio": Unsupported("only text is produced"),
+    "prediction": Unsupported("predicted outputs are not supported"),
+    "verbosity": Unsupported("state the length of the answer in a message"),
+    "web_search_options": Unsupported("web search is not supported"),
+    "store": Unsupported("nothing is stored", lambda value: value is False),
+    "metadata": Unsupported("a JSON object is accepted and ignored", lambda value: isinstance(value, dict)),
+    "safety_identifier": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_key": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_retention": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_options": Unsupported("a JSON object has no effect", lambda value: isinstance(value, dict)),
+    "moderation": Unsupported("nothing is moderated"),
+    # Fields of vLLM's own.
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        Unsupported(_NO_GRAMMAR),
+    ),
+    "use_beam_search": Unsupported(_NO_BEAMS, lambda value: value is False),
+    "early_stopping": Unsupported(_NO_BEAMS, lambda value: value is False),
+    "length_penalty": Unsupported(_NO_BEAMS, lambda value: value == 1),
+    "bad_words": Unsupported("give the tokens a logit_bias of -100", lambda value: value == []),
+    "allowed_token_ids": Unsupported("give these tokens a logit_bias of 100"),
+    "logprob_token_ids": Unsupported("only the likeliest tokens are shown, with logprobs"),
+    "logits_processors": Unsupported("sampling has no plug-ins", lambda value: value == []),
+    "spaces_between_special_tokens": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),
+    "include_reasoning": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),
+    "thinking_token_budget": Unsupported("limit the whole answer with max_tokens", lambda value: value == -1),
+    "repetition_detection": Unsupported("use repetition_penalty"),
+    "enable_thinking": Unsupported("pass it to the chat template in chat_template_kwargs"),
+    "chat_template": Unsupported("start the server with --chat-template"),
+    "documents": Unsupported("pass them to the chat template in chat_template_kwargs", lambda value: value == []),
+    "prompt_embeds": Unsupported("prompts are texts or token ids"),
+    "mm_processor_kwargs": Unsupported("only text is understood", lambda value: value == {}),
+    "kv_transfer_params": Unsupported("prompts and answers are computed by one server"),
+    "vllm_xargs": Unsupported("there are no extensions", lambda value: value == {}),
+    "request_id": Unsupported("send it in the header x-request-id"),
+    "return_token_offsets": Unsupported("offsets are not returned", lambda value: value is False),
+    "echo": Unsupported("use continue_final_message", lambda value: value is False),
+    "embed_dtype": Unsupported("vectors are float32", lambda value: value == "float32"),
+    "endianness": Unsupported("vectors are little-endian", lambda value: value in ("native", "little")),
+    "max_tokens_per_doc": Unsupported("use truncate_prompt_tokens", lambda value: value == 0),
+}

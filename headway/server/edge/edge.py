@@ -1,0 +1,134 @@
+"""Where a request enters: its time of arrival, its id, and whether it may come in."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headway.config_files.tenants import Access, key_digest
+from headway.server.edge.connection import ARRIVED
+from headway.server.edge.http_head import request_id
+from headway.server.edge.pacing import SMALL_PER_TURN, Pace
+from headway.server.errors import ApiError, internal
+
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/", "/health", "/ping", METRICS_PATH, "/version", "/openapi.json", "/docs"})
+# Headers that are known, but have no effect so far. llm-d's router sets them on all traffic, so a server that refused
+# them would refuse all of it.
+IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
+# Keys of a request's scope: the names of its headers that were left aside, and what its API key may do.
+IGNORED, ACCESS = "headway.ignored_headers", "headway.access"
+logger = logging.getLogger("headway.server")
+
+
+class Edge:
+    """The outermost layer: it echoes or makes up x-request-id, names headers without effect, checks API keys, and turns
+    failures into a 500.
+
+    Args:
+        keys: the API keys that it accepts, by their digests; without any it is open.
+        metrics_keys: the keys that METRICS_PATH needs; without any it is open.
+        cross_origin: wraps what checks keys and answers, so that pages of other origins may ask.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Callable[[], Mapping[bytes, Access]],
+        pace: Pace,
+        metrics_keys: Sequence[str] = (),
+        cross_origin: Callable[[ASGIApp], ASGIApp] | None = None,
+    ) -> None:
+        self._app = app
+        self._pace, self._small = pace, Pace(SMALL_PER_TURN)
+        self._keys = keys
+        self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
+        self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        scope.setdefault(ARRIVED, time.monotonic_ns())
+        await (self._small if scope["path"] in OPEN_PATHS else self._pace).turn()
+        headers = dict(scope["headers"])
+        id_ = request_id(headers.get(b"x-request-id", b""))
+        ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
+
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = id_
+                if message["status"] == 413:  # what still comes of the body is not wanted
+                    answer["connection"] = "close"
+                if ignored:
+                    answer["x-headway-ignored-headers"] = ", ".join(ignored)
+            await send(message)
+
+        try:
+            await self._enter(scope, receive, send_with_id)
+        except Exception:
+            if started:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await internal("the server failed on this request; see its log").response()(scope, receive, send_with_id)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the application answer a request that has the key it needs; refuse others."""
+        if ACCESS not in scope:  # a request from within the server brings it
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            scope[ACCESS] = self._access_of(given)
+            if scope["path"] == METRICS_PATH and self._metrics_keys:
+                if not _known(given, self._metrics_keys):
+                    return await _no_key("/metrics needs a key of --metrics-key")(scope, receive, send)
+            elif scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
+                return await _no_key("this server needs a valid API key")(scope, receive, send)
+        await self._app(scope, receive, send)
+
+    def _access_of(self, authorization: bytes) -> Access | None:
+        """What the key allows; None when a key is needed and this is none."""
+        keys = self._keys()
+        if not keys:
+            return Access()
+        known = _known(authorization, keys)
+        return keys[known] if known else None
+
+
+def _known(authorization: bytes, digests: Iterable[bytes]) -> bytes:
+    """The digest of the given key; empty where it is none of them."""
+    scheme, _, key = authorization.partition(b" ")
+    given = key_digest(key.strip())
+    # Every key is compared, so that the time it takes tells nothing.
+    matches = [digest for digest in digests if hmac.compare_digest(given, digest)]
+    return matches[0] if matches and scheme.lower() == b"bearer" else b""
+
+
+def _no_key(reason: str) -> Response:
+    return ApiError(
+        401,
+        f"{reason}, as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    ).response()
+
+
+class CrossOrigin(CORSMiddleware):
+    """Starlette's middleware, but with an error object for an origin that is not allowed."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser's question whether a page may ask."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        reason = bytes(answer.body).decode().lower()
+        return ApiError(400, f"{reason} (--allowed-origins and the flags beside it)", code="cross_origin").response()

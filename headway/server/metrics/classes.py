@@ -1,0 +1,164 @@
+"""Metrics of each class of requests. The label service_class is a name in the table, or `other`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+
+from headway.engine.client import EngineClient
+from headway.policy.objectives.service_class import ClassTable
+from headway.server.metrics.families import Families
+
+OTHER = "other"
+NS = 1e-9
+_HISTOGRAMS = {
+    "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
+    "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),
+    "e2e": ("e2e_request_latency_seconds", "Arrival until the last token is sent, by class."),
+}
+
+
+class ClassMetrics:
+    """Metrics with the label service_class, beside those that count everybody.
+
+    Args:
+        buckets: upper bounds of the buckets of times, in seconds.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        families: Families,
+        buckets: tuple[float, ...],
+        engine: EngineClient,
+    ) -> None:
+        self._labels, prefix = families.labels, families.prefix
+        self.names: tuple[str, ...] = ()
+        by_class = (*self._labels, "service_class")
+
+        def counter(name: str, text: str, *further: str) -> Counter:
+            return Counter(f"{prefix}class_{name}", text, (*by_class, *further), registry=registry)
+
+        self._histograms = {
+            key: Histogram(f"{prefix}class_{name}", text, by_class, buckets=buckets, registry=registry)
+            for key, (name, text) in _HISTOGRAMS.items()
+        }
+        self._children: dict[tuple[str, str], Histogram] = {}
+        met_or_missed = "Choices by whether they met their objective; `all` means every objective of a choice."
+        self._objectives = counter("objectives", met_or_missed, "objective", "result")
+        self._refused = counter("requests_refused", "Refused requests, by reason.", "reason")
+        self._yielded = counter(
+            "yielded", "Choices that yielded to those that could still be in time, by reason.", "reason"
+        )
+        registry.register(_ClassGauges(families, self, engine))
+        self.gaps = Gaps(prefix, self, buckets)
+        registry.register(self.gaps)
+
+    def set_classes(self, table: ClassTable) -> None:
+        """Take the names that are labels from now on; the label of all others is OTHER."""
+        self.names = tuple(each.name for each in table)
+        self._children.clear()
+        self.gaps.forget_classes()
+
+    def label_of(self, service_class: str) -> str:
+        return service_class if service_class in self.names else OTHER
+
+    def labels_of(self, service_class: str) -> dict[str, str]:
+        return {**self._labels, "service_class": self.label_of(service_class)}
+
+    def observe(self, key: str, service_class: str, length_ns: float) -> None:
+        """Count a time in the histogram of ttft, tpot or e2e, which `key` names."""
+        child = self._children.get((key, service_class))
+        if child is None:
+            child = self._histograms[key].labels(**self.labels_of(service_class))
+            self._children[key, service_class] = child
+        child.observe(length_ns * NS)
+
+    def judged(self, service_class: str, verdicts: Mapping[str, bool]) -> None:
+        """Count a choice that has ended, by whether it met each of its objectives."""
+        judged = {**verdicts, "all": all(verdicts.values())} if verdicts else {}
+        for objective, met in judged.items():
+            result = "met" if met else "missed"
+            self._objectives.labels(**self.labels_of(service_class), objective=objective, result=result).inc()
+
+    def yielded(self, service_class: str, reason: str) -> None:
+        """Count a choice that was put behind others and has ended."""
+        self._yielded.labels(**self.labels_of(service_class), reason=reason).inc()
+
+    def refused(self, service_class: str, reason: str) -> None:
+        """Count a request that is not served."""
+        self._refused.labels(**self.labels_of(service_class), reason=reason).inc()
+
+
+class Gaps:
+    """Times between a choice's outputs, as a histogram of all and one by class.
+
+    Every token adds to both, so it is counted only once, by class; the histogram of all is the sum.
+
+    Args:
+        bounds: upper bounds of the buckets, in seconds.
+    """
+
+    def __init__(self, prefix: str, metrics: ClassMetrics, bounds: tuple[float, ...]) -> None:
+        self._prefix = prefix
+        self._metrics = metrics
+        self._bounds_ns = [round(bound / NS) for bound in bounds]
+        self._names = [*map(str, bounds), "+Inf"]
+        self._rows: dict[str, list[int]] = {}  # label -> count of each bucket, then the sum in nanoseconds
+        self._row_of: dict[str, list[int]] = {}  # class -> the row of its label
+
+    def forget_classes(self) -> None:
+        """Forget the labels of classes, which may be others from now on."""
+        self._row_of.clear()
+
+    def add(self, service_class: str, gap_ns: int) -> None:
+        row = self._row_of.get(service_class)
+        if row is None:
+            label = self._metrics.label_of(service_class)
+            row = self._row_of[service_class] = self._rows.setdefault(label, [0] * (len(self._names) + 1))
+        row[bisect_left(self._bounds_ns, gap_ns)] += 1
+        row[-1] += gap_ns
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        labels, name = self._metrics.labels_of(""), "inter_token_latency_seconds"
+        text = "Time between a choice's outputs"
+        by_class = HistogramMetricFamily(f"{self._prefix}class_{name}", f"{text}, by class.", labels=[*labels])
+        for label, row in self._rows.items():
+            by_class.add_metric([*(labels | {"service_class": label}).values()], *self._histogram(row))
+        del labels["service_class"]
+        of_all = HistogramMetricFamily(self._prefix + name, f"{text}.", labels=[*labels])
+        nothing = [0] * (len(self._names) + 1)
+        of_all.add_metric(
+            [*labels.values()], *self._histogram([*map(sum, zip(nothing, *self._rows.values(), strict=True))])
+        )
+        return of_all, by_class
+
+    def _histogram(self, row: list[int]) -> tuple[list[tuple[str, float]], float]:
+        return list(zip(self._names, accumulate(row[:-1]), strict=True)), row[-1] * NS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ClassGauges:
+    """Gauges of what the engine last said of each class, read when they are scraped."""
+
+    families: Families
+    metrics: ClassMetrics
+    engine: EngineClient
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        stats = self.engine.stats
+        running, waiting = ({}, {}) if stats is None else (stats.running_of_class, stats.waiting_of_class)
+        yield self._family("class_requests_running", "Choices in the batch, by class.", running)
+        yield self._family("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
+
+    def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
+        totals = Counts({(each,): 0 for each in self.metrics.names})
+        for service_class, count in counts.items():
+            totals[(self.metrics.label_of(service_class),)] += count
+        return self.families.gauge(name, text, totals, "service_class")
