@@ -20,6 +20,7 @@ from headway.engine.client import EngineClient
 from headway.server.api import responses
 from headway.server.api.api_page import api_page
 from headway.server.api.routes import BODIES, Routes
+from headway.server.api.translated import TranslatedRoutes
 from headway.server.api.vectors import VectorRoutes
 from headway.server.batches.calls import InProcess
 from headway.server.batches.gaps import Gaps, batch_class
@@ -73,7 +74,9 @@ def create_app(
         title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.service = service
-    Routes(service).add_to(app)
+    routes = Routes(service)
+    routes.add_to(app)
+    TranslatedRoutes(service, routes.generate).add_to(app)
     VectorRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
     BatchRoutes(batches, settings, service.bodies).add_to(app)

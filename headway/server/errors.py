@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -28,6 +28,18 @@ class ErrorBody(BaseModel):
     """The body that OpenAI clients expect of an answer other than 2xx."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The same for clients of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
 
 
 class ApiError(Exception):
@@ -58,10 +70,28 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body()), self.status, headers=self.headers, media_type="application/json"
-        )
+    def response(self, path: str = "") -> Response:
+        """The answer to a request for a path, which may belong to Anthropic's API."""
+        body = anthropic_error(self) if path.startswith(ANTHROPIC_PATH) else self.body()
+        return Response(msgspec.json.encode(body), self.status, headers=self.headers, media_type="application/json")
+
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error object as Anthropic's clients expect it."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _cut(text: str, most: int) -> str:
@@ -107,8 +137,6 @@ class ClientGone(Exception):
 
 # Routes of OpenAI and vLLM that clients look for, and what this server has instead.
 _ELSEWHERE = {
-    "/v1/responses": "; use /v1/chat/completions",
-    "/v1/messages": "; use /v1/chat/completions",
     "/pooling": "; use /v1/embeddings",
     "/classify": "; use /v1/score",
     "/v1/audio": "; only text is served",
@@ -123,11 +151,11 @@ async def _of_http_exception(request: Request, error: Any) -> Response:
         404: (f"there is no {path}{hint}", "not_found"),
         405: (f"{path} is not allowed" + (f"; use {methods}" if methods else ""), "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.url.path)
 
 
 async def _of_api_error(request: Request, error: Any) -> Response:
-    answer: Response = error.response()
+    answer: Response = error.response(request.url.path)
     return answer
 
 

@@ -273,8 +273,8 @@ def test_what_other_servers_have_is_here_or_said_to_be_elsewhere(server: LiveSer
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         (card,) = client.models.list().data
         assert (card.id, card.model_extra) == (MODEL, {"root": MODEL, "parent": None, "max_model_len": 256})
-        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/responses; use /v1/chat/completions"):
-            client.responses.create(model=MODEL, input="Hello")
+        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/images/generations; only text is served"):
+            client.images.generate(model=MODEL, prompt="Hello")
 
 
 def test_tokenize_and_back(server: LiveServer) -> None:

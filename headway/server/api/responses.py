@@ -210,9 +210,9 @@ _ERRORS = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route, for its `responses`."""
-    return {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses}
+    return {status: {"model": body, "description": _ERRORS[status]} for status in statuses}
 
 
 def json_body(*schemas: type[BaseModel]) -> dict[str, Any]:

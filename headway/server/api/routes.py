@@ -23,9 +23,11 @@ from headway.server.api import responses
 from headway.server.api.answers import Answer
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.completions import CompletionAnswer
+from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.api.request_body import check_body, query_number
+from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
     ChatBody,
     CompletionBody,
@@ -37,7 +39,7 @@ from headway.server.api.schemas import (
     TokenizeChat,
     TokenizeText,
 )
-from headway.server.api.serving import read, read_unless_full, serve
+from headway.server.api.serving import Streamed, read, read_unless_full, serve
 from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.pacing import Shared
@@ -47,7 +49,19 @@ from headway.server.generation import Generation, clock
 from headway.server.metrics.metrics import CONTENT_TYPE
 from headway.server.service import Service
 
-BODIES = (CompletionBody, ChatBody, EmbeddingBody, ScoreBody, RerankBody, TokenizeText, TokenizeChat, DetokenizeBody)
+BODIES = (
+    CompletionBody,
+    ChatBody,
+    MessagesBody,
+    CountBody,
+    ResponsesBody,
+    EmbeddingBody,
+    ScoreBody,
+    RerankBody,
+    TokenizeText,
+    TokenizeChat,
+    DetokenizeBody,
+)
 # Token ids of /tokenize that are written at once, which takes less than a millisecond.
 TOKENS_BETWEEN_PAUSES, PAUSE_S = 1024, 2e-5
 MAX_CHOICES_OF_ALL_PROMPTS = 4096
@@ -121,22 +135,37 @@ class Routes:
     # --- text generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, await read_unless_full(self._service, request, CompletionBody))
+        return await self.generate(request, await read_unless_full(self._service, request, CompletionBody))
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, await read_unless_full(self._service, request, ChatBody))
+        return await self.generate(request, await read_unless_full(self._service, request, ChatBody))
 
-    async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> Response:
+    async def generate(
+        self, request: Request, body: CompletionBody | ChatBody, shape: Callable[[Generation], Streamed] | None = None
+    ) -> Response:
+        """Answer a body, in the shape of its own API or in another one."""
         if not self._service.check_ready().generates:
             raise bad_request("this checkpoint has no output layer; it gives embeddings only, at /v1/embeddings")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
-        make = partial(self._answer, request, body)
+        make = partial(self._answer, request, body, shape or partial(self._shape, body))
         return await serve(self._service, request, body, lambda: self._num_choices(body), make)
 
+    def _shape(self, body: CompletionBody | ChatBody, generation: Generation) -> Answer:
+        service = self._service
+        model = body.model or service.settings.served_model_names[0]
+        if isinstance(body, ChatBody):
+            return ChatAnswer(generation, body, model, service.tokenizer)
+        return CompletionAnswer(generation, body, model, service.tokenizer)
+
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, terms: Terms, place: Place
-    ) -> Answer | Response:
+        self,
+        request: Request,
+        body: CompletionBody | ChatBody,
+        shape: Callable[[Generation], Streamed],
+        terms: Terms,
+        place: Place,
+    ) -> Streamed | Response:
         """The whole response, or for a stream the Answer that will make it."""
         service = self._service
         await service.pace.turn()
@@ -161,12 +190,7 @@ class Routes:
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
             )
-        model = body.model or service.settings.served_model_names[0]
-        answer: Answer
-        if isinstance(body, ChatBody):
-            answer = ChatAnswer(generation, body, model, service.tokenizer)
-        else:
-            answer = CompletionAnswer(generation, body, model, service.tokenizer)
+        answer = shape(generation)
         return answer if body.stream else await answer.whole()
 
     def _fitted(

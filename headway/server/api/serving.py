@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
 from headway.policy.admission.queue_bound import Place
-from headway.server.api.answers import Answer
 from headway.server.api.request_body import check_body
 from headway.server.api.schemas import Body, RequestBody
-from headway.server.api.streaming import EventStream, unless_gone
+from headway.server.api.streaming import EventStream, EventWriter, unless_gone
 from headway.server.classes import Terms, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED
 from headway.server.errors import bad_request
-from headway.server.generation import clock
+from headway.server.generation import Generation, clock
 from headway.server.service import Service
 
 B = TypeVar("B", bound=Body)
+
+
+class Streamed(Protocol):
+    """Gives a generation the shape of an API's answers."""
+
+    generation: Generation
+
+    async def whole(self) -> Response:
+        """The answer in one piece. Raises ApiError."""
+
+    async def events(self, writer: EventWriter) -> None:
+        """Push server-sent events. Raises ApiError before the first of them."""
+
+
 # Makes the answer, or what will make its stream, of a request that was let in.
-Make = Callable[[Terms, Place], Coroutine[Any, Any, Answer | Response]]
+Make = Callable[[Terms, Place], Coroutine[Any, Any, Streamed | Response]]
 
 
 async def read(service: Service, request: Request, model: type[B]) -> B:
@@ -61,7 +74,7 @@ async def serve(
     try:
         answer = await unless_gone(request.receive, make(terms, place))
         streams = not isinstance(answer, Response)
-        if isinstance(answer, Answer):
+        if not isinstance(answer, Response):
             answer = EventStream(answer.events, service.settings, partial(_end, service, answer))
         if service.quotas is not None:
             answer.headers.update(service.quotas.headers(terms.tenant))
@@ -72,6 +85,6 @@ async def serve(
             service.end()
 
 
-def _end(service: Service, answer: Answer) -> None:
+def _end(service: Service, answer: Streamed) -> None:
     answer.generation.release()
     service.end()

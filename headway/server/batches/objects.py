@@ -11,7 +11,7 @@ from headway.server.api.schemas import Body, said
 T = TypeVar("T", bound=BaseModel)
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 # A file is kept for 30 days unless its maker says less, and a batch for as long after its end.
 HOUR_S, KEPT_S = 3600, 30 * 24 * 3600
 

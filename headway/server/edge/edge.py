@@ -86,13 +86,13 @@ class Edge:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer a request that has the key it needs; refuse others."""
         if ACCESS not in scope:  # a request from within the server brings it
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = _key_in(scope["headers"])
             scope[ACCESS] = self._access_of(given)
             if scope["path"] == METRICS_PATH and self._metrics_keys:
                 if not _known(given, self._metrics_keys):
-                    return await _no_key("/metrics needs a key of --metrics-key")(scope, receive, send)
+                    return await _no_key("/metrics needs a key of --metrics-key", scope)(scope, receive, send)
             elif scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
-                return await _no_key("this server needs a valid API key")(scope, receive, send)
+                return await _no_key("this server needs a valid API key", scope)(scope, receive, send)
         await self._app(scope, receive, send)
 
     def _access_of(self, authorization: bytes) -> Access | None:
@@ -113,13 +113,20 @@ def _known(authorization: bytes, digests: Iterable[bytes]) -> bytes:
     return matches[0] if matches and scheme.lower() == b"bearer" else b""
 
 
-def _no_key(reason: str) -> Response:
+def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A request's key, as the value of the header authorization; clients of Anthropic's API send x-api-key."""
+    found = dict(headers)
+    other = found.get(b"x-api-key")
+    return found.get(b"authorization") or (b"Bearer " + other if other else b"")
+
+
+def _no_key(reason: str, scope: Scope) -> Response:
     return ApiError(
         401,
         f"{reason}, as Authorization: Bearer KEY",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
-    ).response()
+    ).response(scope["path"])
 
 
 class CrossOrigin(CORSMiddleware):

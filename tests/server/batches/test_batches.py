@@ -454,3 +454,12 @@ def test_a_full_disk_loses_nothing(
     batch = user.until(batch)
     assert (batch.status, batch.request_counts.completed) == ("completed", 60)
     assert [row["custom_id"] for row in user.rows(batch.output_file_id)] == [row["custom_id"] for row in rows]
+
+
+def test_lines_may_ask_for_responses(start_server: StartServer, tmp_path: Path) -> None:
+    user = User(start_server(data_dir=tmp_path))
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, "input": "Hello"}}
+    batch = user.until(user.begin(row, endpoint="/v1/responses"))
+    (answer,) = user.openai.files.content(batch.output_file_id).text.splitlines()
+    body = json.loads(answer)["response"]["body"]
+    assert body["object"] == "response" and body["output"][0]["content"][0]["text"]
