@@ -69,10 +69,8 @@ class TranslatedRoutes:
     async def messages(self, request: Request) -> Response:
         body = await read_unless_full(self._service, request, MessagesBody)
         with _renamed(messages_api.NAMES):
-            chat = messages_api.chat_of(body, self._template)
-            return await self._generate(
-                request, chat, lambda made: MessagesAnswer(made, body, _parts, self._model(body))
-            )
+            chat, model = messages_api.chat_of(body, self._template), self._model(body)
+            return await self._generate(request, chat, lambda made: MessagesAnswer(made, body, _parts, model))
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read(self._service, request, CountBody)
