@@ -129,3 +129,11 @@ def test_the_key_may_be_in_the_header_of_anthropic_s_clients(start_server: Start
     ):
         client.messages.create(model=MODEL, max_tokens=5, messages=HELLO)
     assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_more_tokens_than_the_context_has_are_as_many_as_it_has(
+    claude: anthropic.Anthropic, engine: FakeEngine
+) -> None:
+    claude.messages.create(model=MODEL, max_tokens=20_000, messages=HELLO)
+    request = engine.requests[-1]
+    assert request.params.max_tokens == 256 - len(request.prompt_token_ids)

@@ -6,7 +6,7 @@ same checks, limits, classes and sampling apply; the answer becomes content bloc
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import FailFast
@@ -84,6 +84,12 @@ class MessagesBody(CountBody):
     cache_salt: str | None = said("Prompts share cached prefixes only with prompts of the same salt.")
 
 
+class MessagesChat(ChatBody):
+    """The API has no default for max_tokens, so programs ask for as many as any model may have."""
+
+    reduces_max_tokens: ClassVar[bool] = True
+
+
 def chat_of(body: CountBody, template: str) -> ChatBody:
     """The chat completion that a body asks for.
 
@@ -104,7 +110,7 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
         same = ("stream", "temperature", "top_p", "top_k", "service_class", "priority", "cache_salt", "max_tokens")
         chat |= {name: getattr(body, name) for name in same}
         chat["stop"] = body.stop_sequences
-    return check_body(ChatBody, chat)
+    return check_body(MessagesChat, chat)
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
@@ -208,7 +214,7 @@ class MessagesAnswer(PartsAnswer):
         self._model = model
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
-    def _message(self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": f"msg_{self.generation.id}",
             "type": "message",
@@ -216,17 +222,24 @@ class MessagesAnswer(PartsAnswer):
             "model": self._model,
             "content": content,
             **ending,
+            "stop_details": None,
+            "container": None,
             "usage": usage,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Token counts so far; those of the prompt that were cached are counted apart."""
-        choice = self.choice
+        choice, details = self.choice, self.generation.usage().get("completion_tokens_details") or {}
         return {
             "input_tokens": len(choice.prompt.token_ids) - choice.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": choice.cached_tokens,
+            "cache_creation": None,
             "output_tokens": choice.num_tokens,
+            "output_tokens_details": {"thinking_tokens": details.get("reasoning_tokens", 0)},
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
         }
 
     def _ending(self) -> dict[str, Any]:

@@ -32,7 +32,10 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_SAME = ("model", "stream", "temperature", "top_p", "user", "service_tier", "service_class", "priority", "cache_salt")
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    *("user", "service_tier", "service_class", "priority", "cache_salt"),
+)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -59,6 +62,10 @@ class ResponsesBody(Body):
     max_output_tokens: Int | None = said("Tokens of the answer at most, its reasoning included.")
     temperature: float | None = said("Randomness, from 0 (the likeliest token) to 100; default 1 or the checkpoint's.")
     top_p: float | None = said("Only the likeliest tokens that have this probability together are drawn.")
+    presence_penalty: float | None = said("Subtracted from the logits of tokens that the answer has already, -2 to 2.")
+    frequency_penalty: float | None = said(
+        "Subtracted from a token's logit for each time that the answer has it, -2 to 2; default 0."
+    )
     top_logprobs: Int | None = said("Alternatives, 0 to 20, with include message.output_text.logprobs.")
     stream: bool | None = said("Whether the answer comes token by token, as server-sent events; default false.")
     stream_options: dict[str, bool] | None = said("Without effect: nothing is obfuscated.")
@@ -275,6 +282,8 @@ class ResponsesAnswer(PartsAnswer):
             "model": self._model,
             "output": self._done,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

@@ -202,7 +202,10 @@ class Routes:
     ) -> list[SamplingParams]:
         """The parameters for each prompt, fitted to the context and the class."""
         limit = self._service.check_ready().max_model_len
-        given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name, None) is not None)
+        fields = (
+            () if isinstance(body, ChatBody) and body.reduces_max_tokens else ("max_completion_tokens", "max_tokens")
+        )
+        given = (name for name in fields if getattr(body, name, None) is not None)
         prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
         return [
             fitted_params(

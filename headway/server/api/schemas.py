@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
@@ -311,7 +311,13 @@ class ChatFields(Body):
 
 
 class ChatBody(GenerationBody, ChatFields):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Attributes:
+        reduces_max_tokens: a max_tokens that does not fit the context is reduced, and is no error.
+    """
+
+    reduces_max_tokens: ClassVar[bool] = False
 
     max_tokens: Int | None = said("The older name of max_completion_tokens.")
     max_completion_tokens: Int | None = said(

@@ -62,6 +62,8 @@ class TranslatedRoutes:
             responses.query("order", "Newest first (desc, the default) or last.", enum=["asc", "desc"]),
         ]
         listed = {"parameters": [*one["parameters"], *page]}
+        # Without it, POST /v1/responses/compact would be said not to be allowed.
+        add("POST", "/v1/responses/{response_id}", self.unknown, {}, {}, in_schema=False)
         add("GET", "/v1/responses/{response_id}/input_items", self.input_items, {}, failures, listed)
 
     # --- Anthropic's --------------------------------------------------------------------------------
@@ -145,6 +147,9 @@ class TranslatedRoutes:
         name = request.path_params["response_id"]
         self._store.cancel(name, self._tenant(request))
         return _json({"id": name, "object": "response", "status": "cancelled"})
+
+    async def unknown(self, request: Request) -> Response:
+        raise ApiError(404, f"there is no POST {request.url.path[:100]}", code="not_found")
 
     async def input_items(self, request: Request) -> Response:
         limit = query_number(request, "limit", _PAGE, _MOST_ON_PAGE)
