@@ -189,6 +189,8 @@ class Routes:
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+                operation="chat" if isinstance(body, ChatBody) else "text_completion",
+                headers=request.headers,
             )
         answer = shape(generation)
         return answer if body.stream else await answer.whole()
