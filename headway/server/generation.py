@@ -44,6 +44,7 @@ class Generation:
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
+        make_choice: makes the choices.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -63,6 +64,7 @@ class Generation:
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
         prompt_only: bool = False,
+        make_choice: Callable[..., ServedChoice] = ServedChoice,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
@@ -73,6 +75,7 @@ class Generation:
         self._include_timings = include_timings
         self._pooling = pooling
         self._prompt_only = prompt_only
+        self._make_choice = make_choice
         self._aborted: ApiError | None = None
         self._failed = False
         self._error: Exception | None = None  # the error that ended it
@@ -117,7 +120,7 @@ class Generation:
         """Add the choices of a prompt, numbered from `first`."""
         self._requests.append(request)
         for index in range(request.params.n):
-            self._choice_of[request.request_id, index] = ServedChoice(
+            self._choice_of[request.request_id, index] = self._make_choice(
                 index=first + index,
                 prompt=prompt,
                 params=request.params,

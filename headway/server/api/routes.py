@@ -22,8 +22,10 @@ from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import responses
 from headway.server.api.answers import Answer
 from headway.server.api.chat import ChatAnswer
+from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
+from headway.server.api.parsed import ParsedChatAnswer, parsed_choice
 from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.api.request_body import check_body, query_number
 from headway.server.api.schemas import (
@@ -147,6 +149,7 @@ class Routes:
             self._check_prompt_logprobs(prompts, params, body)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
+            parsed = parsed_choice(service, body, prompts[0]) if isinstance(body, ChatBody) else None
             generation = Generation(
                 service,
                 prompts,
@@ -160,11 +163,13 @@ class Routes:
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+                make_choice=parsed or ServedChoice,
             )
         model = body.model or service.settings.served_model_names[0]
         answer: Answer
         if isinstance(body, ChatBody):
-            answer = ChatAnswer(generation, body, model, service.tokenizer)
+            kind = ChatAnswer if parsed is None else ParsedChatAnswer
+            answer = kind(generation, body, model, service.tokenizer)
         else:
             answer = CompletionAnswer(generation, body, model, service.tokenizer)
         return answer if body.stream else await answer.whole()
