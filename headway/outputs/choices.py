@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headway.engine.messages import PromptLogprobs, SequenceOutput, SequenceTimings, TokenLogprobs
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.stopping import stop_reason
+from headway.text.calls.events import Event
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
 
@@ -30,6 +32,7 @@ class Piece:
     Args:
         logprobs: one for each of token_ids.
         offsets: where the text of each token begins in the text of the choice; only with logprobs.
+        events: what the text amounts to, where the answer is parsed.
     """
 
     text: str
@@ -38,6 +41,21 @@ class Piece:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    events: Sequence[Event] = ()
+
+
+class TokenText(Protocol):
+    """Turns the tokens of a choice into text, as Detokenizer does."""
+
+    @property
+    def num_chars(self) -> int: ...
+
+    @property
+    def stopped_by(self) -> str | None: ...
+
+    def push(self, token_ids: list[int]) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class _NoText:
@@ -63,6 +81,7 @@ class Choice:
     Args:
         tokenizer: None for a choice without text.
         eos_token_ids: they end it, unless the parameters ignore them.
+        shown: special tokens that are part of its text in any case.
     """
 
     index: int
@@ -70,6 +89,7 @@ class Choice:
     params: SamplingParams
     tokenizer: Tokenizer | None
     eos_token_ids: Collection[int]
+    shown: frozenset[int] = frozenset()
     num_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
@@ -78,7 +98,7 @@ class Choice:
     stop_reason: str | int | None = None
     engine_done: bool = False
     timings: SequenceTimings | None = None
-    _detokenizer: Detokenizer | _NoText = field(init=False)
+    _detokenizer: TokenText = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -92,6 +112,7 @@ class Choice:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
                 context=self.prompt.token_ids[-CONTEXT_TOKENS:],
+                shown=self.shown,
             )
         )
 

@@ -46,6 +46,7 @@ class Generation:
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
         operation, headers: what OpenTelemetry calls the request, and its headers, for its trace.
+        make_choice: makes the choices.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -67,6 +68,7 @@ class Generation:
         prompt_only: bool = False,
         operation: str = "text_completion",
         headers: Mapping[str, str] | None = None,
+        make_choice: Callable[..., ServedChoice] = ServedChoice,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
@@ -79,6 +81,7 @@ class Generation:
         self._operation = operation
         self._trace = parent_in(headers or {}) if service.tracer is not None else None
         self._prompt_only = prompt_only
+        self._make_choice = make_choice
         self._aborted: ApiError | None = None
         self._failed = False
         self._error: Exception | None = None  # the error that ended it
@@ -123,7 +126,7 @@ class Generation:
         """Add the choices of a prompt, numbered from `first`."""
         self._requests.append(request)
         for index in range(request.params.n):
-            self._choice_of[request.request_id, index] = ServedChoice(
+            self._choice_of[request.request_id, index] = self._make_choice(
                 index=first + index,
                 prompt=prompt,
                 params=request.params,

@@ -30,6 +30,7 @@ from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.server.traces import tracer_of
+from headway.text.calls.families import family_of
 from headway.text.chat_template import ChatTemplate
 from headway.text.known_texts import KnownTexts, safe_cuts
 from headway.text.process import TextProcess
@@ -57,6 +58,8 @@ class Service:
         self.tokenizer = tokenizer
         self.template = template
         self.settings = settings
+        source = "" if template is None else template.source
+        self.family = family_of(source, settings.tool_call_parser, settings.reasoning_parser)
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
         self.bodies = BodyReader(settings.max_body_size)
         self.text_work = TextWork(settings.max_queued_text)

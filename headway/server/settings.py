@@ -13,6 +13,7 @@ from headway.config_files.classes import ClassFile, read_class_file
 from headway.config_files.preload import NamedPrompt, read_preload_file
 from headway.config_files.tenants import TenantFile, read_tenant_file
 from headway.flags import Flag, limit, listed, said, size
+from headway.text.calls.families import CALL_PARSERS, REASONING_PARSERS
 
 
 def collector(text: str) -> str:
@@ -174,6 +175,12 @@ class ServerSettings:
     )
     generation_config: Annotated[
         str, _flag("Whether generation_config.json sets default sampling parameters.", choices=("auto", "none"))
+    ] = "auto"
+    tool_call_parser: Annotated[
+        str, _flag("How the model writes calls of tools. Default: as its chat template says.", choices=CALL_PARSERS)
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, _flag("How the model writes reasoning. Default: as its chat template says.", choices=REASONING_PARSERS)
     ] = "auto"
     priority_allowed: bool = False
     root: str = ""

@@ -23,9 +23,9 @@ class _Decoder(Protocol):
 class _ByteDecoder:
     """Decodes byte-level vocabularies, exactly for every sequence of tokens, valid UTF-8 or not."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -38,9 +38,10 @@ class _ByteDecoder:
 class _WindowDecoder:
     """Decodes other vocabularies: it decodes a short window of tokens and keeps what the newest ones added."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
+        self._skip = bool(skipped) and skipped == tokenizer.special_ids
         self._window = self._whole_characters(context[-CONTEXT_TOKENS:])
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
@@ -54,7 +55,7 @@ class _WindowDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def push(self, token_id: int) -> str:
-        if not self._tokenizer.token_bytes(token_id) or (self._skip and token_id in self._tokenizer.special_ids):
+        if not self._tokenizer.token_bytes(token_id) or token_id in self._skipped:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
@@ -124,6 +125,7 @@ class Detokenizer:
     Args:
         context: tokens before the output; they settle the first word's leading space in sentencepiece vocabularies.
         min_tokens: a stop string completed by an earlier token than this does not count.
+        shown: special tokens that are part of the text, also where others are skipped.
     """
 
     def __init__(
@@ -135,11 +137,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         context: list[int] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        skipped = skipped - shown if shown else skipped
         self._decoder: _Decoder = (
-            _ByteDecoder(tokenizer, skip_special_tokens)
+            _ByteDecoder(tokenizer, skipped)
             if tokenizer.is_byte_level
-            else _WindowDecoder(tokenizer, skip_special_tokens, context or [])
+            else _WindowDecoder(tokenizer, skipped, context or [])
         )
         self._matchers = [_StopMatcher(text) for text in sorted(stop or [], key=len, reverse=True)]
         self._include_stop = include_stop_str_in_output

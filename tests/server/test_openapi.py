@@ -23,7 +23,9 @@ from schemathesis.specs.openapi.checks import (
 from headway.config_files.tenants import Access
 from headway.server import app
 from headway.server.api.api_page import api_page
+from headway.text.chat_template import ChatTemplate
 from tests.server.live_server import LiveServer
+from tests.text.tiny_tokenizers import TEMPLATE
 
 CHECKS = [
     not_a_server_error,
@@ -32,11 +34,12 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
 
 
 @pytest.fixture
 def server(start_server: Callable[..., LiveServer], tmp_path: Path) -> LiveServer:
-    return start_server(data_dir=tmp_path)
+    return start_server(data_dir=tmp_path, template=ChatTemplate(f"{{{{ tools }}}}{TEMPLATE}", {}), **PARSERS)
 
 
 @pytest.fixture

@@ -146,6 +146,10 @@ class Answer(ABC):
         """Further keys of an answer in one piece."""
         return {}
 
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far."""
+        return self.generation.usage()
+
     # --- in one piece -------------------------------------------------------------------------------
 
     async def whole(self) -> Response:
@@ -167,7 +171,7 @@ class Answer(ABC):
                 **self._head,
                 "object": self.whole_object,
                 "choices": [self.entire(choice) for choice in self.generation.choices],
-                "usage": self.generation.usage(),
+                "usage": self.usage(),
                 **self.extras(),
             }
         )
@@ -180,15 +184,13 @@ class Answer(ABC):
         if self._last is not None:
             await self._push_timed(writer, *self._last)
         if self._usage_at_end:
-            writer.push(event(encode({**self._chunk(None), "usage": self.generation.usage()})))
+            writer.push(event(encode({**self._chunk(None), "usage": self.usage()})))
         writer.push(DONE)
 
     def _grow(self, writer: EventWriter, choice: ServedChoice, piece: Piece) -> None:
         """Push the events for one piece; the last one waits for its timings, if it has some."""
         if choice.index not in self._opened:
-            self._opened.add(choice.index)
-            for entry in self.opening(choice):
-                writer.push(event(encode({**self._chunk(entry), **self.opening_extras()})))
+            self._open(writer, choice)
         if not self._is_worth_sending(piece):
             return
         is_last = piece.finish_reason is not None
@@ -201,6 +203,11 @@ class Answer(ABC):
             self._last = choice, encoded
         else:
             self._push(writer, choice, is_last, encoded)
+
+    def _open(self, writer: EventWriter, choice: ServedChoice) -> None:
+        self._opened.add(choice.index)
+        for entry in self.opening(choice):
+            writer.push(event(encode({**self._chunk(entry), **self.opening_extras()})))
 
     def _push(self, writer: EventWriter, choice: ServedChoice, is_last: bool, encoded: bytes) -> None:
         is_first = choice.index not in self._begun
@@ -225,7 +232,7 @@ class Answer(ABC):
     def _chunk(self, entry: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_object, "choices": [] if entry is None else [entry]}
         if self._usage_always:
-            chunk["usage"] = self.generation.usage()
+            chunk["usage"] = self.usage()
         elif self._usage_at_end:
             chunk["usage"] = None
         return chunk

@@ -33,9 +33,11 @@ class ChatAnswer(Answer):
         return {"prompt_token_ids": self.generation.prompts[0].token_ids} if self.with_token_ids else {}
 
     def growth(self, choice: ServedChoice, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
         logprobs = None if piece.logprobs is None else self._logprobs(scored_tokens(piece))
-        return self.entry(choice, {"delta": delta}, logprobs, piece)
+        return self.entry(choice, {"delta": self._delta_content(piece)}, logprobs, piece)
+
+    def _delta_content(self, piece: Piece) -> dict[str, Any]:
+        return {"content": piece.text} if piece.text else {}
 
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}

@@ -12,9 +12,10 @@ import msgspec
 from pydantic import FailFast
 
 from headway.server.api.choices import ScoredToken
-from headway.server.api.parts import Part, PartsAnswer, Read, named_event
+from headway.server.api.fields import Body, Int, said
+from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
-from headway.server.api.schemas import MAX_MESSAGES, Body, ChatBody, ContentField, Int, said
+from headway.server.api.schemas import MAX_MESSAGES, ChatBody, ContentField
 from headway.server.errors import ApiError, anthropic_error, bad_request
 from headway.server.generation import Generation
 
@@ -209,8 +210,8 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
 class MessagesAnswer(PartsAnswer):
     """Anthropic's `message`, and its events."""
 
-    def __init__(self, generation: Generation, body: MessagesBody, read: Read, model: str) -> None:
-        super().__init__(generation, read)
+    def __init__(self, generation: Generation, body: MessagesBody, model: str) -> None:
+        super().__init__(generation)
         self._model = model
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
@@ -229,14 +230,14 @@ class MessagesAnswer(PartsAnswer):
 
     def _usage(self) -> dict[str, Any]:
         """Token counts so far; those of the prompt that were cached are counted apart."""
-        choice, details = self.choice, self.generation.usage().get("completion_tokens_details") or {}
+        choice = self.choice
         return {
             "input_tokens": len(choice.prompt.token_ids) - choice.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": choice.cached_tokens,
             "cache_creation": None,
             "output_tokens": choice.num_tokens,
-            "output_tokens_details": {"thinking_tokens": details.get("reasoning_tokens", 0)},
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
             "server_tool_use": None,
             "service_tier": "standard",
             "inference_geo": None,

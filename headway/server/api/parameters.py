@@ -15,7 +15,8 @@ from headway.policy.step.sampling_params import (
     check_number,
     sampling_defaults,
 )
-from headway.server.api.schemas import LEAST, MOST, ChatBody, CompletionBody, GenerationBody, TokenIds
+from headway.server.api.fields import LEAST, MOST
+from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.server.errors import bad_request
 from headway.text.tokenizer import TextError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +18,13 @@ from starlette.responses import Response
 from headway.outputs.choices import Piece
 from headway.server.api.answers import ENTRIES_OF_A_TOKEN, in_one_piece
 from headway.server.api.choices import ScoredToken, ServedChoice, scored_tokens
+from headway.server.api.parsed import ParsedChoice
 from headway.server.api.streaming import EventWriter
 from headway.server.errors import ApiError
 from headway.server.generation import Generation
 from headway.text.calls.events import Arguments, CallBegin, Event, Text
 
 Kind = Literal["text", "reasoning", "call"]
-# What a piece of an answer consists of.
-Read = Callable[[Piece], list[Event]]
 _KINDS: dict[str, Kind] = {"content": "text", "reasoning": "reasoning"}
 
 
@@ -61,17 +60,13 @@ class Part:
 class PartsAnswer(ABC):
     """Gives a generation of one choice the shape of an API whose answers consist of parts.
 
-    Args:
-        read: what pieces consist of. It is called with each piece in turn, the last of which has a finish reason.
-
     Attributes:
         parts: those that have begun.
     """
 
-    def __init__(self, generation: Generation, read: Read) -> None:
+    def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.parts: list[Part] = []
-        self._read = read
         self._open: Part | None = None
         self._has_begun = False
 
@@ -111,6 +106,10 @@ class PartsAnswer(ABC):
     def choice(self) -> ServedChoice:
         return self.generation.choices[0]
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.choice.reasoning_tokens if isinstance(self.choice, ParsedChoice) else 0
+
     async def whole(self) -> Response:
         """The answer in one piece, when it is finished. Raises what Generation.run() raises."""
         return await in_one_piece(self.generation, self._num_entries, self._render, timed=False)
@@ -121,8 +120,8 @@ class PartsAnswer(ABC):
 
     def _render(self) -> bytes:
         choice = self.choice
-        piece = Piece(choice.text, choice.token_ids, finish_reason=choice.finish_reason)
-        self._take(piece, choice.logprobs)
+        events = choice.events if isinstance(choice, ParsedChoice) else ()
+        self._take(Piece(choice.text, [], finish_reason=choice.finish_reason, events=events), choice.logprobs)
         return msgspec.json.encode(self.whole_body())
 
     async def events(self, writer: EventWriter) -> None:
@@ -149,7 +148,8 @@ class PartsAnswer(ABC):
     def _take(self, piece: Piece, logprobs: list[ScoredToken]) -> list[bytes]:
         """Let the parts grow by a piece. Returns the events for it."""
         events: list[bytes] = []
-        for each in self._read(piece):
+        read: Sequence[Event] = [Text("content", piece.text)] if piece.text else []
+        for each in piece.events if isinstance(self.choice, ParsedChoice) else read:
             if isinstance(each, Text):
                 kind = _KINDS[each.kind]
                 if self._open is None or self._open.kind != kind:

@@ -13,10 +13,13 @@ from headway.config_files.preload import NamedPrompt
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.server.api.parameters import check_ids
+from headway.server.api.request_body import num_marks
 from headway.server.api.schemas import ChatFields, Message, RequestBody
+from headway.server.api.tools import MAX_ARGUMENT_VALUES, for_template, offered
 from headway.server.encoder import TooManyTokens
 from headway.server.errors import bad_request
 from headway.server.service import Service
+from headway.text.calls.families import knows_tools
 from headway.text.chat_template import ChatTemplate, advice
 from headway.text.plain_template import NotPlain
 from headway.text.process import MOST_CHARS, MOST_CUT
@@ -172,6 +175,7 @@ async def rendered(
     template = service.template
     assert template is not None
     size = sum(len(message["content"]) + CHARS_OF_A_TURN for message in messages)
+    size += sum(len(msgspec.json.encode(message["tool_calls"])) for message in messages if "tool_calls" in message)
     if variables:
         size += len(msgspec.json.encode(variables))
     try:
@@ -188,8 +192,9 @@ def _given(variables: dict[str, Any] | None) -> dict[str, Any]:
     """The variables in chat_template_kwargs. Raises ApiError 400 where one is not allowed there."""
     for name in _NO_VARIABLES & (variables or {}).keys():
         if (variables or {})[name] not in (None, []):
-            said = "tool calls are not supported yet" if name == "tools" else f"{name} is a field of its own"
-            raise bad_request(f"chat_template_kwargs has {name}: {said}", f"chat_template_kwargs.{name}")
+            raise bad_request(
+                f"chat_template_kwargs has {name}: it is a field of its own", f"chat_template_kwargs.{name}"
+            )
     return variables or {}
 
 
@@ -211,9 +216,11 @@ async def chat_prompt(
         )
     if body.continue_final_message and body.add_generation_prompt:
         raise bad_request("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-    knows_developer = "developer" in template.source
-    messages = [_as_template_message(message, i, knows_developer) for i, message in enumerate(body.messages)]
-
+    tools = offered(body.tools, body.tool_choice, service.family, knows_tools(template.source))
+    _check_calls(body.messages)
+    knows_developer, as_text = "developer" in template.source, service.family.arguments_as_text
+    messages = [_as_template_message(message, i, knows_developer, as_text) for i, message in enumerate(body.messages)]
+    variables = _reasoning(body, template) | _given(body.chat_template_kwargs)
     text = await rendered(
         service,
         messages,
@@ -221,7 +228,7 @@ async def chat_prompt(
         most_chars(service, is_cut),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=_reasoning(body, template) | _given(body.chat_template_kwargs),
+        variables=variables if tools is None else variables | {"tools": tools},
     )
     token_ids = (await prompt_ids(service, [text], body.add_special_tokens, cache_salt, "messages", is_cut))[0]
     if not token_ids:
@@ -277,18 +284,51 @@ def _encoded(prompt: NamedPrompt, tokenizer: Tokenizer, template: ChatTemplate |
     return first[:shared]
 
 
-def _as_template_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            path = f"messages[{index}].content"
-            raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
-        content = ""  # agents repeat an answer without text like this
-    elif not isinstance(content, str):
-        content = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+def _check_calls(messages: list[Message]) -> None:
+    """Raise ApiError 400 for calls that are not the assistant's, or have too many values."""
+    values = 0
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if message.tool_calls and message.role != "assistant":
+            raise bad_request(f"{path}.tool_calls: only messages of the assistant have calls", f"{path}.tool_calls")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise bad_request(f"{path}.tool_call_id is missing", f"{path}.tool_call_id")
+        values += sum(num_marks(call.function.arguments.encode()) for call in message.tool_calls or ())
+    if values > MAX_ARGUMENT_VALUES:
+        raise bad_request(
+            f"the arguments of earlier calls have some {values} values; at most {MAX_ARGUMENT_VALUES} are allowed in "
+            "one request",
+            "messages",
+        )
+
+
+def _as_template_message(message: Message, index: int, knows_developer: bool, as_text: bool) -> dict[str, Any]:
     # OpenAI's newer name for the system role; most templates know the older one only.
     role = "system" if message.role == "developer" and not knows_developer else message.role
-    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    further = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": for_template(message.tool_calls, as_text) if message.tool_calls else None,
+        # Templates have one of these names.
+        **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning),
+    }
+    content = _content(message, f"messages[{index}].content")
+    return {"role": role, "content": content} | {name: each for name, each in further.items() if each is not None}
+
+
+def _content(message: Message, path: str) -> str:
+    """The text of a message. Raises ApiError 400."""
+    content = message.content
+    if content is None:
+        if "content" not in message.model_fields_set and not message.tool_calls:
+            raise bad_request(f"{path} is missing", path)
+        if message.role != "assistant":
+            raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
+        return ""  # agents repeat an answer without text like this
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: dict[str, Any], path: str) -> str:

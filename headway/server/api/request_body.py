@@ -21,7 +21,9 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from headway.policy.step.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from headway.server.api.schemas import MAX_MESSAGES, UNSUPPORTED, Body, TokenIds
+from headway.server.api.fields import Body
+from headway.server.api.schemas import MAX_MESSAGES, UNSUPPORTED, TokenIds
+from headway.server.api.tools import MAX_TOOLS
 from headway.server.errors import ApiError, ClientGone, bad_request, too_many
 
 B = TypeVar("B", bound=Body)
@@ -40,6 +42,7 @@ _MAX_LISTS = 2**12  # lists of token ids in one body
 # What lists and objects may have; fields that are not here are checked where their values are used.
 _COUNTS = {
     "messages": (MAX_MESSAGES, "messages"),
+    "tools": (MAX_TOOLS, "tools"),
     "logit_bias": (MAX_LOGIT_BIAS_TOKENS, "token ids"),
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "token ids"),
@@ -106,7 +109,7 @@ class BodyReader:
 def _object_in(raw: bytearray) -> dict[str, Any]:
     """The JSON object in a body's bytes. Raises ApiError 400."""
     try:
-        if len(raw) <= SMALL_BYTES or _num_marks(raw) < MAX_VALUES:
+        if len(raw) <= SMALL_BYTES or num_marks(raw) < MAX_VALUES:
             content = from_json(raw, allow_inf_nan=False)
         else:
             content = _large_object(raw)
@@ -125,7 +128,7 @@ def query_number(request: Request, name: str, default: int, most: int) -> int:
     return int(given)
 
 
-def _num_marks(raw: bytes | bytearray) -> int:
+def num_marks(raw: bytes | bytearray) -> int:
     """The commas and opening brackets of a JSON text, also within strings: it has at most one value more."""
     return len(raw) - len(raw.translate(None, b",[{"))
 
@@ -147,7 +150,7 @@ def _large_object(raw: bytearray) -> Any:
     """The value of a JSON text with many commas or brackets, from long strings or token ids. Raises ApiError 400."""
     values = members = 0
     for piece in _outside_strings(raw):
-        values += _num_marks(piece)
+        values += num_marks(piece)
         members += piece.count(b":")
         if members > MAX_VALUES:
             raise _too_many_values(members)
@@ -155,7 +158,7 @@ def _large_object(raw: bytearray) -> Any:
         return from_json(raw, allow_inf_nan=False)
     texts = {name: bytes(text) for name, text in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items()}
     ids = {name: texts.pop(name) for name in _IDS if _is_ids(texts.get(name, b""))}
-    values -= sum(map(_num_marks, ids.values()))
+    values -= sum(map(num_marks, ids.values()))
     if values >= MAX_VALUES:
         raise _too_many_values(values)
     content = {name: from_json(text, allow_inf_nan=False) for name, text in texts.items()}
@@ -279,6 +282,8 @@ def _of_validation(detail: ErrorDetails) -> ApiError:
     name = _path(detail["loc"])
     if detail["type"] == "missing":
         return bad_request(f"{name} is missing", name)
+    if detail["type"] == "extra_forbidden":
+        return bad_request(f"unknown field {name}", name)
     reason = re.sub(r"^(Value error, |Input should |List should |String should )", "", detail["msg"])
     reason = reason.removeprefix("must ").partition(" after validation")[0]
     return bad_request(f"{name} is {_shown(detail['input'])}; it must {reason}", name)

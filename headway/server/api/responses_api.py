@@ -14,10 +14,11 @@ import msgspec
 from starlette.responses import Response
 
 from headway.server.api.choices import ScoredToken
-from headway.server.api.parts import Part, PartsAnswer, Read, named_event
+from headway.server.api.fields import Body, Int, said
+from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.responses_store import Kept, ResponseStore
-from headway.server.api.schemas import Body, ChatBody, Int, said
+from headway.server.api.schemas import ChatBody
 from headway.server.api.streaming import EventWriter
 from headway.server.errors import ApiError, bad_request
 from headway.server.generation import Generation
@@ -239,14 +240,13 @@ class ResponsesAnswer(PartsAnswer):
         self,
         generation: Generation,
         body: ResponsesBody,
-        read: Read,
         store: ResponseStore,
         tokenizer: Tokenizer,
         items: list[dict[str, Any]],
         messages: list[dict[str, Any]],
         model: str,
     ) -> None:
-        super().__init__(generation, read)
+        super().__init__(generation)
         self.name = f"resp_{generation.id}"
         self._body, self._store, self._tokenizer, self._model = body, store, tokenizer, model
         self._items, self._messages = items, messages
@@ -304,12 +304,11 @@ class ResponsesAnswer(PartsAnswer):
 
     def _usage(self) -> dict[str, Any]:
         usage = self.generation.usage()
-        details = usage.get("completion_tokens_details") or {}
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

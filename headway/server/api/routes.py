@@ -22,9 +22,11 @@ from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import responses
 from headway.server.api.answers import Answer
 from headway.server.api.chat import ChatAnswer
+from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
+from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, parsed_choice
 from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.api.request_body import check_body, query_number
 from headway.server.api.responses_api import ResponsesBody
@@ -155,7 +157,8 @@ class Routes:
         service = self._service
         model = body.model or service.settings.served_model_names[0]
         if isinstance(body, ChatBody):
-            return ChatAnswer(generation, body, model, service.tokenizer)
+            is_parsed = isinstance(generation.choices[0], ParsedChoice)
+            return (ParsedChatAnswer if is_parsed else ChatAnswer)(generation, body, model, service.tokenizer)
         return CompletionAnswer(generation, body, model, service.tokenizer)
 
     async def _answer(
@@ -176,6 +179,7 @@ class Routes:
             self._check_prompt_logprobs(prompts, params, body)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
+            parsed = parsed_choice(service, body, prompts[0]) if isinstance(body, ChatBody) else None
             generation = Generation(
                 service,
                 prompts,
@@ -191,6 +195,7 @@ class Routes:
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
                 operation="chat" if isinstance(body, ChatBody) else "text_completion",
                 headers=request.headers,
+                make_choice=parsed or ServedChoice,
             )
         answer = shape(generation)
         return answer if body.stream else await answer.whole()

@@ -7,23 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import ConfigDict, FailFast, WithJsonSchema
 
 from headway.policy.objectives.service_class import LONGEST_NAME
+from headway.server.api.fields import LEAST, MOST, Body, Int, must_be, said
+from headway.server.api.tools import MAX_TOOLS, MESSAGES, Tool, ToolCall, ToolChoiceField
 
 MAX_MESSAGES = 4096
-LEAST, MOST = -(2**63), 2**63 - 1
-
-
-def _must_be(form: str, check: Callable[[Any], bool]) -> BeforeValidator:
-    """Check the whole value in one function: pydantic's unions would try and report every branch for every item."""
-
-    def validate(value: Any) -> Any:
-        if not check(value):
-            raise ValueError(f"must be {form}")
-        return value
-
-    return BeforeValidator(validate)
 
 
 class TokenIds(array):  # type: ignore[type-arg]
@@ -102,55 +92,40 @@ _DOCUMENT = {
 
 PromptField = Annotated[
     Any,
-    _must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids", _is_prompt),
+    must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids", _is_prompt),
     WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
 ]
 TextsField = Annotated[
     Any,
-    _must_be("a string or a list of strings", _is_texts),
+    must_be("a string or a list of strings", _is_texts),
     WithJsonSchema({"anyOf": [_TEXT, _TEXTS]}),
 ]
 DocumentsField = Annotated[
     Any,
-    _must_be("a list of strings, or of objects with a text", _are_documents),
+    must_be("a list of strings, or of objects with a text", _are_documents),
     WithJsonSchema({"type": "array", "items": {"anyOf": [_TEXT, _DOCUMENT]}, "minItems": 1}),
 ]
 StopField = Annotated[
     Any,
-    _must_be("a string or a list of strings", _is_stop),
+    must_be("a string or a list of strings", _is_stop),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
 ]
 IdsField = Annotated[
     Any,
-    _must_be("a list of token ids", lambda value: _all_of(int, value)),
+    must_be("a list of token ids", lambda value: _all_of(int, value)),
     WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
 ]
 ContentField = Annotated[
     Any,
-    _must_be("a string or a list of parts of type text", _is_content),
+    must_be("a string or a list of parts of type text", _is_content),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 
 NullField = Annotated[
     Any,
-    _must_be("null or an empty list, because it is not supported", lambda value: value in (None, [])),
+    must_be("null or an empty list, because it is not supported", lambda value: value in (None, [])),
     WithJsonSchema({"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}),
 ]
-
-
-# Integers that the engine's messages can't carry are out of every range.
-Int = Annotated[int, Field(ge=LEAST, le=MOST)]
-
-
-def said(description: str, default: Any = None, **limits: Any) -> Any:
-    """A field with its description in /docs; `...` for a default makes it required."""
-    return Field(default, description=description, **limits)
-
-
-class Body(BaseModel):
-    """Refuses unknown fields, values of another JSON type, and numbers that JSON does not have."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -270,25 +245,21 @@ class CompletionBody(GenerationBody):
 class Message(Body):
     """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"properties": {"content": {"type": ["string", "array"]}}},
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"anyOf": MESSAGES})
 
-    role: Literal["system", "developer", "user", "assistant"] = said("Who speaks.", ...)
+    role: Literal["system", "developer", "user", "assistant", "tool"] = said("Who speaks.", ...)
     content: ContentField = said(
-        "The text, or a list of parts of type text; null in a message of the assistant is an empty text.", ...
+        "The text, or a list of parts of type text; null in a message of the assistant is an empty text."
     )
     name: str | None = said("The speaker's name, for templates that show it.")
     refusal: NullField = said("As answers have it; only null.")
     annotations: NullField = said("As answers have them; only null or none.")
     audio: NullField = said("As answers have it; only null.")
-    function_call: NullField = said("As answers have it; only null, as tools are not supported.")
-    tool_calls: NullField = said("As answers have them; only null or none, as tools are not supported.")
+    function_call: NullField = said("As older answers have it; only null, as tool_calls replaced it.")
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = said("Calls of tools, in a message of the assistant.")
+    tool_call_id: str | None = said("The call that a message of a tool answers.", max_length=256)
+    reasoning_content: str | None = said("What the assistant thought before it answered, for templates that show it.")
+    reasoning: str | None = said("Another name of reasoning_content.")
 
 
 class ChatFields(Body):
@@ -297,6 +268,10 @@ class ChatFields(Body):
     messages: Annotated[list[Message], FailFast()] = said(
         "The conversation so far, 1 to 4,096 messages.", ..., min_length=1, max_length=MAX_MESSAGES
     )
+    tools: Annotated[list[Tool] | None, FailFast()] = said(
+        f"Functions that the model may call, up to {MAX_TOOLS}, for models whose chat template knows tools."
+    )
+    tool_choice: ToolChoiceField = said("Whether the model may call tools: auto, the default with tools, or none.")
     add_generation_prompt: bool = said("Whether the prompt ends with the beginning of an answer; default true.", True)
     continue_final_message: bool = said(
         "Whether the answer continues the last message, instead of following it; default false.", False
@@ -327,6 +302,8 @@ class ChatBody(GenerationBody, ChatFields):
     top_logprobs: Int | None = said(
         "Alternatives, 0 to 20, whose log-probabilities are given too; only with logprobs, default 0."
     )
+    parallel_tool_calls: bool | None = said("Whether an answer may have several calls of tools; default true.")
+    include_reasoning: bool = said("Whether the answer has what the model thought before it; default true.", True)
     response_format: ResponseFormat | None = said("The format of the answer; only text.")
     modalities: list[Literal["text"]] | None = said(
         "What the answer consists of; only text.", min_length=1, max_length=1
@@ -407,7 +384,7 @@ class Unsupported:
     no_op: Callable[[Any], bool] = lambda value: False
 
 
-_NO_TOOLS = "tool calls are not supported yet"
+_NO_TOOLS = "only chat completions have tools"
 _NO_GRAMMAR = "answers are not held to a grammar"
 _NO_BEAMS = "beam search is not supported"
 UNSUPPORTED = {
@@ -415,8 +392,8 @@ UNSUPPORTED = {
     "tools": Unsupported(_NO_TOOLS, lambda value: value == []),
     "tool_choice": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
     "parallel_tool_calls": Unsupported(_NO_TOOLS, lambda value: isinstance(value, bool)),
-    "functions": Unsupported(_NO_TOOLS, lambda value: value == []),
-    "function_call": Unsupported(_NO_TOOLS, lambda value: value in ("none", "auto")),
+    "functions": Unsupported("give them as tools", lambda value: value == []),
+    "function_call": Unsupported("give tool_choice", lambda value: value in ("none", "auto")),
     "audio": Unsupported("only text is produced"),
     "prediction": Unsupported("predicted outputs are not supported"),
     "verbosity": Unsupported("state the length of the answer in a message"),

@@ -10,8 +10,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from headway.policy.admission.queue_bound import Place
+from headway.server.api.fields import Body
 from headway.server.api.request_body import check_body
-from headway.server.api.schemas import Body, RequestBody
+from headway.server.api.schemas import RequestBody
 from headway.server.api.streaming import EventStream, EventWriter, unless_gone
 from headway.server.classes import Terms, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED

@@ -10,7 +10,6 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from headway.outputs.choices import Piece
 from headway.server.api import messages_api, responses, responses_api
 from headway.server.api.messages_api import CountBody, MessagesAnswer, MessagesBody
 from headway.server.api.parts import PartsAnswer
@@ -24,7 +23,6 @@ from headway.server.edge.edge import ACCESS
 from headway.server.errors import AnthropicErrorBody, ApiError, bad_request
 from headway.server.generation import Generation
 from headway.server.service import Service
-from headway.text.calls.events import Event, Text
 
 Shape = Callable[[Generation], PartsAnswer]
 Generate = Callable[[Request, ChatBody, Shape], Coroutine[Any, Any, Response]]
@@ -72,7 +70,7 @@ class TranslatedRoutes:
         body = await read_unless_full(self._service, request, MessagesBody)
         with _renamed(messages_api.NAMES):
             chat, model = messages_api.chat_of(body, self._template), self._model(body)
-            return await self._generate(request, chat, lambda made: MessagesAnswer(made, body, _parts, model))
+            return await self._generate(request, chat, lambda made: MessagesAnswer(made, body, model))
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read(self._service, request, CountBody)
@@ -102,7 +100,7 @@ class TranslatedRoutes:
         model = self._model(body)
 
         def shape(made: Generation) -> ResponsesAnswer:
-            return ResponsesAnswer(made, body, _parts, self._store, service.tokenizer, items, messages, model)
+            return ResponsesAnswer(made, body, self._store, service.tokenizer, items, messages, model)
 
         with _renamed(responses_api.NAMES):
             chat = responses_api.chat_of(body, messages)
@@ -180,10 +178,6 @@ class _renamed:
             error.param = self._names.get(error.param, error.param)
             first, space, rest = error.message.partition(" ")
             error.message = self._names.get(first, first) + space + rest
-
-
-def _parts(piece: Piece) -> list[Event]:
-    return [Text("content", piece.text)] if piece.text else []
 
 
 def _is_system(message: Message) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from headway.server.api.schemas import Body, said
+from headway.server.api.fields import Body, said
 
 T = TypeVar("T", bound=BaseModel)
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from headway.text.calls import harmony
 from headway.text.calls.syntaxes import BraceCalls, JsonCalls, NamedCalls, PythonicCalls, Syntax, XmlCalls
@@ -35,6 +34,10 @@ class Reasoning:
         """Whether a prompt ends with the tag that begins reasoning."""
         return prompt.rstrip().endswith(self.begins)
 
+    def is_open(self, text: str) -> bool:
+        """Whether reasoning has begun in a text and has not ended."""
+        return max(map(text.rfind, self.begins)) > max(map(text.rfind, self.ends))
+
 
 @dataclass(frozen=True)
 class CallFamily:
@@ -55,13 +58,22 @@ class CallFamily:
 class Family:
     """How one model writes its answers.
 
+    Args:
+        arguments_as_text: its chat template takes the arguments of earlier calls as a JSON text, not as an object.
+
     Attributes:
-        tags: all that this is told by.
+        tags: all that calls and reasoning are told by; tags_without_calls, reasoning alone.
     """
 
     calls: CallFamily | None = None
     reasoning: Reasoning | None = None
     is_harmony: bool = False
+    arguments_as_text: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that it writes is content, where it is given no tools."""
+        return self.reasoning is None and not self.is_harmony
 
     @property
     def syntax(self) -> Syntax | None:
@@ -69,9 +81,12 @@ class Family:
 
     @property
     def tags(self) -> tuple[str, ...]:
+        return self.tags_without_calls + (self.syntax.tags if self.syntax is not None else ())
+
+    @property
+    def tags_without_calls(self) -> tuple[str, ...]:
         found = harmony.TAGS if self.is_harmony else ()
-        of_calls = self.syntax.tags if self.syntax is not None else ()
-        return found + of_calls + (self.reasoning.tags if self.reasoning is not None else ())
+        return (*found, *(self.reasoning.tags if self.reasoning is not None else ()))
 
 
 _xml = partial(XmlCalls, values=("", "</parameter>"))
@@ -231,6 +246,8 @@ _REASONING_SIGNS = {
     "ernie45": ("</think>", "<response>"),
     "think": ("</think>",),
 }
+# What templates do with arguments that are an object.
+_OF_OBJECTS = ("tojson", "items()", "is string", "is mapping", "|items", "| items")
 CALL_PARSERS = ("auto", "none", *sorted({*CALLS, *CALL_ALIASES}))
 REASONING_PARSERS = ("auto", "none", *sorted({*REASONING, *REASONING_ALIASES}))
 
@@ -253,18 +270,13 @@ def family_of(source: str, call_parser: str = "auto", reasoning_parser: str = "a
         found = (name for name, signs in _REASONING_SIGNS.items() if all(sign in source for sign in signs))
         reasoning_parser = next(found, "none")
     reasoning_parser = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
-    return Family(CALLS.get(call_parser), REASONING.get(reasoning_parser), "openai" in (call_parser, reasoning_parser))
+    return Family(
+        CALLS.get(call_parser),
+        REASONING.get(reasoning_parser),
+        is_harmony="openai" in (call_parser, reasoning_parser),
+        arguments_as_text=not any(sign in source for sign in _OF_OBJECTS),
+    )
 
 
 def _shows(source: str, family: CallFamily) -> bool:
     return knows_tools(source) and any(all(sign in source for sign in signs) for signs in family.signs)
-
-
-def arguments_as_text(source: str) -> bool:
-    """Whether a chat template takes the arguments of earlier calls as a JSON text, and not as an object."""
-    return not any(each in source for each in ("tojson", "items()", "is string", "is mapping", "|items", "| items"))
-
-
-def named(tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schemas of tools' parameters by the tools' names, for AnswerParser."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.text.calls.events import Arguments, CallBegin, CallEnd, Event, Text
-from headway.text.calls.families import CALLS, REASONING, Family, family_of, named
+from headway.text.calls.families import CALLS, REASONING, Family, family_of
 from headway.text.calls.parser import AnswerParser
 from tests.text.calls.written import EXACT, WRITTEN, as_json, tool_and_call
 
@@ -86,7 +86,10 @@ def test_calls_of_any_tool_come_back_as_they_were_written(way: str) -> None:
     for seed in range(NUM_TOOLS):
         dice = random.Random(seed)
         made = [tool_and_call(seed + NUM_TOOLS * number) for number in range(dice.choice((1, 1, 2, 3)))]
-        tools, calls = named([tool for tool, _ in made]), [call for _, call in made]
+        tools, calls = (
+            {tool["function"]["name"]: tool["function"]["parameters"] for tool, _ in made},
+            [call for _, call in made],
+        )
         text = write(calls)
         found = calls_of(parsed(family_of("", parser, "none"), cut(text, dice), tools))
         assert [name for name, _ in found] == [call.name for call in calls], text
