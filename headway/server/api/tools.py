@@ -134,7 +134,15 @@ def offered(
             "tools",
         )
     _check_enforced(choice)
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    return [_for_template(tool) for tool in tools]
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    """A tool for the chat template, many of which expect that it has parameters."""
+    function = tool.model_dump(exclude_none=True)["function"]
+    function.pop("strict", None)
+    parameters = {"type": "object", "properties": {}} | function.pop("parameters", {})
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _check_enforced(choice: Any) -> None:

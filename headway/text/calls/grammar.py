@@ -357,7 +357,10 @@ FRAMES: dict[str, tuple[_Frame, ...]] = {
         ),
     ),
     "hunyuan_a13b": (_Frame(_object(), start=("<tool_calls>", "["), stop=("]", "</tool_calls>"), **_LIST),),
-    "phi4_mini_json": (_Frame(_object(), start=("<|tool_call|>", "["), stop=("]", "<|/tool_call|>"), **_LIST),),
+    "phi4_mini_json": (
+        _Frame(_object(), start=("<|tool_call|>", "["), stop=("]", "<|/tool_call|>"), **_LIST),
+        _Frame(_object(), opens=("<|tool_call|>",), closes=("<|/tool_call|>",)),
+    ),
     "deepseek_v3": (
         _Frame(_named(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",)), between=("\n",), **_DEEPSEEK),
         _Frame(_named((), ("<｜tool▁sep｜>",)), **_DEEPSEEK),

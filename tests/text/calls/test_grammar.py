@@ -25,6 +25,7 @@ OTHERS = {
     "command r",
     "hunyuan, names",
     "phi 4 mini, functools",
+    "lfm2, objects",
     "qwen3 coder, no tag",
 }
 WAYS = [way for way in WRITTEN if way not in OTHERS]
