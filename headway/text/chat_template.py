@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes, pass_context
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -138,6 +139,7 @@ class ChatTemplate:
         special_tokens: variables such as bos_token.
 
     Attributes:
+        variables: names of variables that the template looks at.
         doubt: why answers may not be good, as a sentence without its full stop; empty where nothing is known.
 
     Raises:
@@ -152,6 +154,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         environment = _Environment()
         try:
+            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
             self._plain = PlainTemplate.of(environment, source)
         except jinja2.TemplateSyntaxError as error:

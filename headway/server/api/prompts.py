@@ -19,7 +19,6 @@ from headway.server.api.tools import MAX_ARGUMENT_VALUES, for_template, offered
 from headway.server.encoder import TooManyTokens
 from headway.server.errors import bad_request
 from headway.server.service import Service
-from headway.text.calls.families import knows_tools
 from headway.text.chat_template import ChatTemplate, advice
 from headway.text.plain_template import NotPlain
 from headway.text.process import MOST_CHARS, MOST_CUT
@@ -216,7 +215,7 @@ async def chat_prompt(
         )
     if body.continue_final_message and body.add_generation_prompt:
         raise bad_request("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-    tools = offered(body.tools, body.tool_choice, service.family, knows_tools(template.source))
+    tools = offered(body.tools, body.tool_choice, service.family, "tools" in template.variables)
     _check_calls(body.messages)
     knows_developer, as_text = "developer" in template.source, service.family.arguments_as_text
     messages = [_as_template_message(message, i, knows_developer, as_text) for i, message in enumerate(body.messages)]
@@ -305,15 +304,18 @@ def _check_calls(messages: list[Message]) -> None:
 def _as_template_message(message: Message, index: int, knows_developer: bool, as_text: bool) -> dict[str, Any]:
     # OpenAI's newer name for the system role; most templates know the older one only.
     role = "system" if message.role == "developer" and not knows_developer else message.role
+    content = _content(message, f"messages[{index}].content")
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     further = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "tool_calls": for_template(message.tool_calls, as_text) if message.tool_calls else None,
         # Templates have one of these names.
-        **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning),
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+        # This one, in gpt-oss, does not go with content before a call.
+        "thinking": None if content and message.tool_calls else reasoning,
     }
-    content = _content(message, f"messages[{index}].content")
     return {"role": role, "content": content} | {name: each for name, each in further.items() if each is not None}
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import WithJsonSchema
+from pydantic import JsonValue, WithJsonSchema
 
 from headway.server.api.fields import Body, Int, must_be, said
 from headway.server.errors import bad_request
@@ -35,7 +35,7 @@ _NAMED = {
 _NO_CALLS: dict[str, Any] = {"tool_calls": {"maxItems": 0}}
 _CONTENT: dict[str, Any] = {"content": {"type": ["string", "array"]}}
 # What a message of each role needs, as JSON schemas.
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES: list[JsonValue] = [
     {
         "properties": {"role": {"enum": ["system", "developer", "user"]}, **_CONTENT, **_NO_CALLS},
         "required": ["content"],
@@ -134,7 +134,15 @@ def offered(
             "tools",
         )
     _check_enforced(choice)
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    return [_for_template(tool) for tool in tools]
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    """A tool for the chat template, many of which expect that it has parameters."""
+    function = tool.model_dump(exclude_none=True)["function"]
+    function.pop("strict", None)
+    parameters = {"type": "object", "properties": {}} | function.pop("parameters", {})
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _check_enforced(choice: Any) -> None:

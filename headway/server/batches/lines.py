@@ -169,6 +169,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -183,7 +184,8 @@ def answered(number: int, custom_id: str, status: int, request_id: str, body: by
         return Result(number, False, written)
     usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
     cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
-    return Result(number, True, written, (usage.prompt_tokens, cached, usage.completion_tokens))
+    thought = (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
+    return Result(number, True, written, (usage.prompt_tokens, cached, usage.completion_tokens, thought))
 
 
 def unanswered(path: Path, done: Collection[int], code: str, message: str) -> Iterator[Result]:

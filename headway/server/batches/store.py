@@ -30,12 +30,15 @@ CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, input_file_id TEXT, is_open INTEGER,
     output_expiry_s INTEGER,
     completed INTEGER DEFAULT 0, failed INTEGER DEFAULT 0,
-    input_tokens INTEGER DEFAULT 0, cached_tokens INTEGER DEFAULT 0, output_tokens INTEGER DEFAULT 0, document TEXT);
+    input_tokens INTEGER DEFAULT 0, cached_tokens INTEGER DEFAULT 0, output_tokens INTEGER DEFAULT 0, document TEXT,
+    reasoning_tokens INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS results (
     batch TEXT, line INTEGER, is_ok INTEGER, answer BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS ended ON batches ({_ENDED_AT});
 """
-_VERSION = 1
+_VERSION = 2
+# What makes a database of an older version one of the next.
+_CHANGES = {1: "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER DEFAULT 0;"}
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 # Numbers of an OSError that says that the disk is full.
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,13 +62,14 @@ class Result:
 
     Args:
         answer: the line of the output or the error file, without its end.
-        tokens: tokens of the prompt, those of them that were cached, and tokens of the output.
+        tokens: tokens of the prompt, those of them that were cached, tokens of the output, and those of them that were
+            reasoning.
     """
 
     line: int
     is_ok: bool
     answer: bytes
-    tokens: tuple[int, int, int] = (0, 0, 0)
+    tokens: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -103,9 +107,9 @@ class Store:
             self._db = sqlite3.connect(folder / "headway.sqlite", isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, _VERSION):
+            if version not in (0, *_CHANGES, _VERSION):
                 raise StoreError(f"the data folder {folder} was written by another version of Headway")
-            self._db.executescript(f"{_SCHEMA} PRAGMA user_version = {_VERSION};")
+            self._db.executescript(f"{_CHANGES.get(version, '')} {_SCHEMA} PRAGMA user_version = {_VERSION};")
         except BlockingIOError:
             raise StoreError(f"another process uses the data folder {folder}") from None
         except (OSError, sqlite3.Error) as error:
@@ -317,7 +321,8 @@ class Store:
         if added:
             self._db.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
+                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
+                "reasoning_tokens = reasoning_tokens + ? WHERE id = ?",
                 (result.is_ok, not result.is_ok, *result.tokens, batch_id),
             )
 
@@ -362,10 +367,11 @@ class Store:
 
 
 def _batch_of(row: Any) -> Batch:
-    completed, failed, input_tokens, cached_tokens, output_tokens, document = row[-6:]
+    completed, failed, input_tokens, cached_tokens, output_tokens, document, reasoning_tokens = row[-7:]
     batch = Batch.model_validate_json(document)
     batch.request_counts.completed, batch.request_counts.failed = completed, failed
     usage = batch.usage
     usage.input_tokens, usage.output_tokens = input_tokens, output_tokens
     usage.input_tokens_details.cached_tokens, usage.total_tokens = cached_tokens, input_tokens + output_tokens
+    usage.output_tokens_details.reasoning_tokens = reasoning_tokens
     return batch

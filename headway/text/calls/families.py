@@ -145,7 +145,7 @@ CALLS = {
             closes=("<|tool_calls_section_end|>",),
             has_id=True,
         ),
-        ((_KIMI[0],), (_KIMI[1],)),
+        ((_KIMI[0],), (_KIMI[1],), ("<|im_middle|>",)),
     ),
     "deepseek_v3": CallFamily(
         NamedCalls(
@@ -173,6 +173,9 @@ CALLS = {
     "olmo3": CallFamily(
         PythonicCalls(("<function_calls>",), ("</function_calls>",), in_list=False), (("<function_calls>",),)
     ),
+    "llama3_json": CallFamily(
+        JsonCalls(("<|python_tag|>", "<|python_start|>"), bare="{"), (('"parameters": dict',), ("<|python_tag|>",))
+    ),
     "llama4_pythonic": CallFamily(
         PythonicCalls(("<|python_start|>",), ("<|python_end|>",), bare="["),
         (("<|python_start|>",), ("<|header_start|>",)),
@@ -192,7 +195,6 @@ CALLS = {
         JsonCalls(("<|tool_call|>", "functools"), ("<|/tool_call|>",)), (("<|/tool|>",), ("<|/tool_call|>",))
     ),
     "granite": CallFamily(JsonCalls(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)), (("<|tool_call|>",),)),
-    "llama3_json": CallFamily(JsonCalls(("<|python_tag|>",), bare="{"), (("<|python_tag|>",), ('"parameters": dict',))),
     "hermes": CallFamily(JsonCalls(("<tool_call>",), ("</tool_call>",)), (("<tool_call>",),)),
     "gemma3": CallFamily(PythonicCalls(("```tool_code",), ("```",), in_list=False), (("tool_code",),)),
     "pythonic": CallFamily(PythonicCalls((), bare="["), (("[func_name1(params_name1=",),)),
@@ -252,11 +254,6 @@ CALL_PARSERS = ("auto", "none", *sorted({*CALLS, *CALL_ALIASES}))
 REASONING_PARSERS = ("auto", "none", *sorted({*REASONING, *REASONING_ALIASES}))
 
 
-def knows_tools(source: str) -> bool:
-    """Whether a chat template writes tools."""
-    return "tools" in source
-
-
 def family_of(source: str, call_parser: str = "auto", reasoning_parser: str = "auto") -> Family:
     """How a model writes its answers, by names of parsers, or where they are `auto` by its chat template.
 
@@ -279,4 +276,4 @@ def family_of(source: str, call_parser: str = "auto", reasoning_parser: str = "a
 
 
 def _shows(source: str, family: CallFamily) -> bool:
-    return knows_tools(source) and any(all(sign in source for sign in signs) for signs in family.signs)
+    return "tool" in source and any(all(sign in source for sign in signs) for signs in family.signs)

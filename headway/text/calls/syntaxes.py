@@ -101,7 +101,8 @@ class JsonCalls:
         yield from scan.space()
         first = yield from scan.peek()
         if first == "[":
-            yield from self._list(scan, out, not tag)
+            yield from scan.literal("[")
+            yield from self.rest_of_list(scan, out, not tag)
         elif first == "{":
             yield from self._objects(scan, out, not tag)
         elif self.named is not None and first:
@@ -110,8 +111,8 @@ class JsonCalls:
             raise MalformedError
         yield from _close(scan, out, self.begins, self.ends)
 
-    def _list(self, scan: Scanner, out: Writer, is_bare: bool) -> Reading[None]:
-        yield from scan.literal("[")
+    def rest_of_list(self, scan: Scanner, out: Writer, is_bare: bool) -> Reading[None]:
+        """Read a list of objects behind its opening bracket. Raises MalformedError."""
         yield from scan.space()
         if (yield from scan.literal("]")):
             raise MalformedError
@@ -350,7 +351,7 @@ class XmlCalls:
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """Calls as in Python, in a list or in lines.
+    """Calls as in Python, in a list or in lines. A list may have objects in JSON in their place.
 
     Args:
         ends: tags that end the calls.
@@ -371,6 +372,10 @@ class PythonicCalls:
         bracket = (yield from scan.literal("[")) if self.in_list else ""
         if self.in_list and not bracket:
             raise MalformedError
+        yield from scan.space()
+        if (yield from scan.peek()) == "{":
+            yield from JsonCalls(self.begins).rest_of_list(scan, out, not tag)
+            return (yield from _close(scan, out, self.begins, self.ends))
         while True:
             yield from scan.space()
             yield from self._call(scan, out)

@@ -17,6 +17,7 @@ import pytest
 from headway.config_files.tenants import Access, TenantFile, key_digest
 from headway.server.batches import lines, worker
 from headway.server.batches.store import Store
+from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually
@@ -463,3 +464,25 @@ def test_lines_may_ask_for_responses(start_server: StartServer, tmp_path: Path) 
     (answer,) = user.openai.files.content(batch.output_file_id).text.splitlines()
     body = json.loads(answer)["response"]["body"]
     assert body["object"] == "response" and body["output"][0]["content"][0]["text"]
+
+
+def test_lines_have_tools_and_reasoning(start_server: StartServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from tests.server import test_tools
+
+    server = start_server(
+        template=ChatTemplate(test_tools.TEMPLATE, {}), reasoning_parser="qwen3", data_dir=tmp_path / "data"
+    )
+    engine: FakeEngine = server.engine
+    engine.max_model_len = 4096
+    engine.finish_loading()
+    engine.reply = lambda request, index: tokenizer.encode(test_tools.ANSWER)
+    user = User(server)
+    rows = [asked(number, tools=[test_tools.WEATHER], max_tokens=500) for number in range(3)]
+    done = user.until(user.begin(*rows))
+    answers = [row["response"]["body"] for row in user.rows(done.output_file_id)]
+    for answer in answers:
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "The user wants weather."
+        assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [test_tools.ARGUMENTS] * 2
+    thought = [answer["usage"]["completion_tokens_details"]["reasoning_tokens"] for answer in answers]
+    assert done.usage.output_tokens_details.reasoning_tokens == sum(thought) > 0

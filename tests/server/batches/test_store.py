@@ -7,7 +7,9 @@ import io
 import os
 import shutil
 import sqlite3
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,27 @@ def test_folders_of_another_version_and_leftovers(tmp_path: Path) -> None:
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match="another version"):
         Store(tmp_path)
+
+
+def test_a_folder_of_the_first_version_goes_on(tmp_path: Path) -> None:
+    """It did not count tokens of reasoning."""
+    store = Store(tmp_path)
+    file = store.add_file("", io.BytesIO(b"{}"), "name", "batch")
+    ends: dict[str, Any] = {"created_at": int(time.time()), "expires_at": int(time.time()) + DAY_S}
+    asked = {"endpoint": "/v1/completions", "input_file_id": file.id, "completion_window": "24h"}
+    assert store.add_batch("", Batch(id="batch", **asked, **ends), KEPT_S)
+    store.close()
+    with sqlite3.connect(tmp_path / "headway.sqlite") as db:
+        db.execute("ALTER TABLE batches DROP COLUMN reasoning_tokens")
+        db.execute("PRAGMA user_version = 1")
+    for thought in (3, 7):
+        store = Store(tmp_path)
+        store.add_result("batch", Result(thought, True, b"{}", (5, 0, 4, thought)))
+        found = store.batch("", "batch")
+        store.close()
+    assert found is not None
+    usage = found.usage
+    assert usage.output_tokens_details.reasoning_tokens == 10 and usage.total_tokens == 18
 
 
 def test_an_upload_without_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,11 @@ EXACT: dict[str, tuple[str, Write]] = {
     "hunyuan": ("hunyuan_a13b", lambda calls: f"<tool_calls>{_list(calls)}</tool_calls>"),
     "hunyuan, names": ("hunyuan_a13b", _hunyuan_named),
     "phi 4 mini": ("phi4_mini_json", lambda calls: f"<|tool_call|>{_list(calls)}<|/tool_call|>"),
+    "phi 4 mini, one by one": (
+        "phi4_mini_json",
+        lambda calls: "".join(f"<|tool_call|>{each}<|/tool_call|>" for each in _objects(calls)),
+    ),
+    "lfm2, objects": ("lfm2", lambda calls: f"<|tool_call_start|>{_list(calls)}<|tool_call_end|>"),
     "phi 4 mini, functools": ("phi4_mini_json", lambda calls: "functools" + _list(calls)),
 }
 TURNED: dict[str, tuple[str, Write]] = {
