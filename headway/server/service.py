@@ -25,6 +25,7 @@ from headway.server.edge.pacing import READS_PER_TURN, Pace
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
+from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
@@ -65,6 +66,7 @@ class Service:
         cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
         known = KnownTexts(cuts, settings.max_known_text)
         self.encoder = Encoder(tokenizer, known, self.text_work, self.process_work, self.text_process)
+        self.grammars = GrammarChecks(tokenizer, settings)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.metrics.add_encoder(self.encoder)
         self.created = int(time.time())
@@ -243,6 +245,7 @@ class Service:
             task.cancel()
         await self.engine.stop()
         self.text_process.close()
+        self.grammars.close()
         self.text_work.close()
         self.process_work.close()
         self.bodies.close()
