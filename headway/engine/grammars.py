@@ -28,7 +28,9 @@ from headway.policy.step.plan import ScheduledSequence, SequenceState
 KEPT = 64  # compiled grammars
 THREADS, COMPILERS = 4, 2
 STACK_BYTES = 2**23  # twice as much as where grammars are tried
-# How long a draw waits for masks that are late, once for each; alone in a step a sequence has nobody to delay.
+TOGETHER = 16  # states that one thread moves on, one after the other
+SLOW_S = 0.002  # a state that took longer has a thread for itself the next time
+# How long a draw waits for masks. Where all its rows have grammars, there is nobody to delay.
 LATE_S, LATE_ALONE_S = 0.004, 0.1
 MOST_S = 5.0  # a mask that takes longer ends its answer
 _NICENESS = 10
@@ -40,18 +42,24 @@ class _State:
 
     Args:
         consumed: tokens of its output that the matcher has taken.
-        future: what is awaited: masks [1 + drafts, words], behind the newest known token and behind each of `drafts`.
+        drafts: tokens behind which masks are wanted, too.
+        found: [1 + drafts, words], behind the newest known token and behind each draft; a text says why there are none.
+        is_awaited: a thread is to find them, or has found them and nobody has taken them.
         began_s: since when.
-        late: a draw has waited for it in vain.
+        is_slow: the last ones took long, or there were none.
     """
 
     grammar: str
     matcher: LLMatcher | None = None
     consumed: int = 0
-    future: Future[Mask] | None = None
     drafts: list[int] = field(default_factory=list)
+    found: Mask | str | None = None
+    is_awaited: bool = False
     began_s: float = 0.0
-    late: bool = False
+    is_slow: bool = True
+
+
+_Task = tuple[_State, SequenceState, list[int], int]  # a state, its sequence, new tokens, and known ones
 
 
 class Grammars:
@@ -74,6 +82,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()  # of what is compiled, and of the vocabulary
         threading.stack_size(STACK_BYTES)
+        self._jobs: list[Future[None]] = []  # of this step
         self._stepping = ThreadPoolExecutor(THREADS, "grammar-masks")
         self._compiling = ThreadPoolExecutor(COMPILERS, "grammar-compilers", _give_way)
 
@@ -119,13 +128,22 @@ class Grammars:
 
     def begin(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
         """Begin to find the masks of a step's draws; the sequences have the step's tokens."""
+        tasks: list[_Task] = []
+        self._jobs = []
+        now = time.monotonic()
         for item, sequence in zip(scheduled, sequences, strict=True):
             state = self.states.get(item.seq_id) if item.samples else None
-            if state is not None and state.future is None:  # else it is still at what an earlier step could not await
-                state.began_s, state.drafts = time.monotonic(), _drafts_of(item)
-                known = len(sequence.tokens) - len(state.drafts)
-                new = sequence.tokens[sequence.prompt_len + state.consumed : known]
-                state.future = self._stepping.submit(self._find, state, sequence, new, known)
+            if state is None or state.is_awaited:  # or it is still at what an earlier step could not wait for
+                continue
+            state.is_awaited, state.began_s, state.drafts = True, now, _drafts_of(item)
+            known = len(sequence.tokens) - len(state.drafts)
+            task = state, sequence, sequence.tokens[sequence.prompt_len + state.consumed : known], known
+            if state.is_slow:
+                self._jobs.append(self._stepping.submit(self._find_all, [task]))
+            else:
+                tasks.append(task)
+        for at in range(0, len(tasks), TOGETHER):
+            self._jobs.append(self._stepping.submit(self._find_all, tasks[at : at + TOGETHER]))
 
     def masks(self, scheduled: list[ScheduledSequence], patient: bool = False) -> dict[int, Mask | str | None]:
         """The masks of a step's draws, by seq_id: [samples, words] each.
@@ -137,22 +155,20 @@ class Grammars:
         """
         draws = [item for item in scheduled if item.samples]
         held = [(item, state) for item in draws if (state := self.states.get(item.seq_id)) is not None]
-        awaited = [state.future for _, state in held if state.future is not None and not state.late]
-        wait(awaited, LATE_S if len(held) < len(draws) and not patient else LATE_ALONE_S)
-        return {item.seq_id: self._found(state, _drafts_of(item)) for item, state in held}
+        wait(self._jobs, LATE_S if len(held) < len(draws) and not patient else LATE_ALONE_S)
+        return {item.seq_id: _taken(state, _drafts_of(item)) for item, state in held}
 
-    def _found(self, state: _State, drafts: list[int]) -> Mask | str | None:
-        future = state.future
-        assert future is not None
-        if not future.done():
-            state.late = True
-            took_s = time.monotonic() - state.began_s
-            return f"a token of its grammar takes more than {MOST_S:g} s to decide" if took_s > MOST_S else None
-        state.future, state.late = None, False
-        error = future.exception()
-        if error is not None:
-            return str(error) if isinstance(error, GrammarError) else f"its grammar failed: {error!r:.200}"
-        return future.result() if drafts == state.drafts else None
+    def _find_all(self, tasks: list[_Task]) -> None:
+        for task in tasks:
+            state, began_s = task[0], time.monotonic()
+            try:
+                found: Mask | str = self._find(*task)
+            except GrammarError as error:
+                found = str(error)
+            except Exception as error:
+                found = f"its grammar failed: {error!r:.200}"
+            state.is_slow = time.monotonic() - began_s > SLOW_S
+            state.found = found
 
     def _find(self, state: _State, sequence: SequenceState, new: list[int], known: int) -> Mask:
         """Find the masks behind the `known` tokens of a sequence, of which `new` are to be consumed, and its drafts."""
@@ -184,6 +200,16 @@ class Grammars:
             self._compile(grammar, stop_ids if self._vocabulary is None else self._vocabulary[0])
             return self._copy(grammar, stop_ids)
         return made.deep_copy()
+
+
+def _taken(state: _State, drafts: list[int]) -> Mask | str | None:
+    """What was found for a state, which may then be moved on."""
+    found = state.found
+    if found is None:
+        is_endless = time.monotonic() - state.began_s > MOST_S
+        return f"a token of its grammar takes more than {MOST_S:g} s to decide" if is_endless else None
+    state.found, state.is_awaited = None, False
+    return found if isinstance(found, str) or drafts == state.drafts else None
 
 
 def _drafts_of(item: ScheduledSequence) -> list[int]:

@@ -16,13 +16,14 @@ from headway.text.tokenizer import Tokenizer
 # A grammar that takes longer goes to a second process, so that others do not wait for it.
 QUICK_S = 0.5
 KEPT, KEPT_CHARS = 1024, 2**25
+OUTCOMES = {"known": "checked before", "accepted": "checked and accepted", "refused": "checked and refused"}
 
 
 class GrammarChecks:
     """The grammars of requests, checked.
 
     Attributes:
-        num_checked: by outcome: known (checked before), accepted or refused.
+        num_checked: by outcome, which OUTCOMES has.
         waiting: requests that wait for a check.
     """
 
@@ -34,7 +35,7 @@ class GrammarChecks:
         self._known: OrderedDict[bytes, Checked] = OrderedDict()
         self._kept_chars = 0
         self._running: dict[bytes, asyncio.Task[Checked]] = {}
-        self.num_checked = {"known": 0, "accepted": 0, "refused": 0}
+        self.num_checked = dict.fromkeys(OUTCOMES, 0)
         self.waiting = 0
 
     async def check(self, asked: StructuredOutputs) -> Checked:

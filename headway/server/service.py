@@ -69,6 +69,7 @@ class Service:
         self.grammars = GrammarChecks(tokenizer, settings)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.metrics.add_encoder(self.encoder)
+        self.metrics.add_grammars(self.grammars)
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
