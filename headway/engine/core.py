@@ -44,7 +44,11 @@ _YIELDED = {
 
 
 class EngineCore:
-    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`."""
+    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`.
+
+    Attributes:
+        unready: requests that wait for their grammars, by id: the compilation, the request, and since when it waits.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.scheduler = scheduler
@@ -56,8 +60,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
-        # Requests that wait for their grammars, by id: the compilation, the request, and when it began to wait.
-        self._unready: dict[str, tuple[Future[None], AddRequest, int]] = {}
+        self.unready: dict[str, tuple[Future[None], AddRequest, int]] = {}
         self._counted = EngineStats(0, 0, 0.0)
         self._memory = MemoryCounts(scheduler)
         self._received = 0
@@ -66,12 +69,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._pending) or bool(self._unready) or self.scheduler.has_work
+        return bool(self._pending) or bool(self.unready) or self.scheduler.has_work
 
     @property
     def waits_ms(self) -> int:
         """How long the next step is put off, unless a request comes."""
-        if self._unready and not self._pending and not self.scheduler.has_work:
+        if self.unready and not self._pending and not self.scheduler.has_work:
             return COMPILATION_POLL_MS
         left_ns = self._wait_until_ns - self._clock() if self._wait_until_ns and not self._pending else 0
         return max(0, -(-left_ns // 1_000_000))
@@ -89,7 +92,7 @@ class EngineCore:
         if request.seed is None:
             request.seed = secrets.randbits(63)
         try:
-            if request.request_id in self._live or request.request_id in self._unready:
+            if request.request_id in self._live or request.request_id in self.unready:
                 raise ValueError(f"a request with id {request.request_id!r} is running already")
             check(request, limit, self.executor.vocab_size)
             if request.pooling is None and not self.executor.generates:
@@ -100,7 +103,7 @@ class EngineCore:
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
         if compiled is not None:
-            self._unready[request.request_id] = compiled, request, self._clock()
+            self.unready[request.request_id] = compiled, request, self._clock()
             return
         self._queue(request)
 
@@ -118,10 +121,10 @@ class EngineCore:
 
     def _queue_ready(self) -> None:
         """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
-        for name, (compiled, request, began) in list(self._unready.items()):
+        for name, (compiled, request, began) in list(self.unready.items()):
             if not compiled.done():
                 continue
-            del self._unready[name]
+            del self.unready[name]
             error = compiled.exception()
             if error is None:
                 self._queue(request, began)
@@ -182,7 +185,7 @@ class EngineCore:
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
-        if request_id in self._unready:
+        if request_id in self.unready:
             self._abort_unready(request_id, index)
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
@@ -194,7 +197,7 @@ class EngineCore:
                 self._pending.append(last)
 
     def _abort_unready(self, request_id: str, index: int) -> None:
-        _, request, began = self._unready[request_id]
+        _, request, began = self.unready[request_id]
         left = [choice for choice in request.choices if index not in (-1, choice.index)]
         if index != -1 and len(left) < len(request.choices):
             now = self._clock()
@@ -203,7 +206,7 @@ class EngineCore:
             self._pending.append(SequenceOutput(request_id, index, [], finish_reason="abort", timings=timings))
         request.resumed = left
         if not left:
-            del self._unready[request_id]
+            del self.unready[request_id]
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
@@ -227,7 +230,7 @@ class EngineCore:
         Raises:
             EngineFault: the step failed, and no single request is at fault.
         """
-        if self._unready:
+        if self.unready:
             self._queue_ready()
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())

@@ -13,9 +13,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from headway.grammars.schema import check_schema
 from headway.policy.step.structured_outputs import COMPILED, StructuredOutputs
 
-# White space between the parts of a JSON text: a blank, or a new line with its indentation. Without a bound, a
-# model that has lost its way writes blanks until max_tokens.
-WHITESPACE = r" |\r?\n(?: {0,24}|\t{0,8})"
+# White space between the parts of a JSON text: at most one blank. Line breaks and indentation cost tokens, and without
+# a bound a model that has lost its way writes blanks until max_tokens.
+WHITESPACE = " "
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=2_000_000,
