@@ -32,6 +32,8 @@ TOGETHER = 16  # states that one thread moves on, one after the other
 SLOW_S = 0.002  # a state that took longer has a thread for itself the next time
 # How long a draw waits for masks. Where all its rows have grammars, there is nobody to delay.
 LATE_S, LATE_ALONE_S = 0.004, 0.1
+FORESEEN_S = 0.004  # how long a step waits to know what has to follow its tokens
+MOST_FORCED = 16  # tokens of one sequence that are drafts in one step
 MOST_S = 5.0  # a mask that takes longer ends its answer
 _NICENESS = 10
 
@@ -47,6 +49,8 @@ class _State:
         is_awaited: a thread is to find them, or has found them and nobody has taken them.
         began_s: since when.
         is_slow: the last ones took long, or there were none.
+        forced: tokens that have to come next.
+        moving: moves the matcher on, to find these.
     """
 
     grammar: str
@@ -57,9 +61,19 @@ class _State:
     is_awaited: bool = False
     began_s: float = 0.0
     is_slow: bool = True
+    forced: list[int] = field(default_factory=list)
+    moving: Future[None] | None = None
 
 
-_Task = tuple[_State, SequenceState, list[int], int]  # a state, its sequence, new tokens, and known ones
+@dataclass(slots=True)
+class _Task:
+    """A state and its sequence, of whose output `tokens` stand behind the first `start`; `known` are there in all."""
+
+    state: _State
+    sequence: SequenceState
+    start: int
+    tokens: list[int]
+    known: int
 
 
 class Grammars:
@@ -136,8 +150,8 @@ class Grammars:
             if state is None or state.is_awaited:  # or it is still at what an earlier step could not wait for
                 continue
             state.is_awaited, state.began_s, state.drafts = True, now, _drafts_of(item)
-            known = len(sequence.tokens) - len(state.drafts)
-            task = state, sequence, sequence.tokens[sequence.prompt_len + state.consumed : known], known
+            known, start = len(sequence.tokens) - len(state.drafts), state.consumed
+            task = _Task(state, sequence, start, sequence.tokens[sequence.prompt_len + start : known], known)
             if state.is_slow:
                 self._jobs.append(self._stepping.submit(self._find_all, [task]))
             else:
@@ -158,23 +172,53 @@ class Grammars:
         wait(self._jobs, LATE_S if len(held) < len(draws) and not patient else LATE_ALONE_S)
         return {item.seq_id: _taken(state, _drafts_of(item)) for item, state in held}
 
+    def foresee(
+        self, scheduled: list[ScheduledSequence], sequences: list[SequenceState], drawn: dict[int, list[int] | None]
+    ) -> dict[int, list[int]]:
+        """Tokens that have to follow those that a step has drawn, by seq_id; only where its draws are all held.
+
+        As drafts they save steps, but make the next one longer, which a sequence without a grammar would pay for.
+        """
+        tasks: list[tuple[_State, int, list[int]]] = []
+        for item, sequence in zip(scheduled, sequences, strict=True):
+            if item.samples:
+                state = self.states.get(item.seq_id)
+                if state is None:
+                    return {}
+                new = drawn.get(item.seq_id)
+                if new and state.matcher is not None and not state.is_awaited and not sequence.params.penalises:
+                    tasks.append((state, item.seq_id, new))
+        jobs = list[Future[None]]()
+        for at in range(0, len(tasks), TOGETHER):
+            part = tasks[at : at + TOGETHER]
+            jobs.append(self._stepping.submit(_move_on, part))
+            for state, _, _ in part:
+                state.moving = jobs[-1]
+        wait(jobs, FORESEEN_S)
+        moved = [(seq_id, state) for state, seq_id, _ in tasks if state.moving is not None and state.moving.done()]
+        return {seq_id: state.forced[:MOST_FORCED] for seq_id, state in moved if state.forced}
+
     def _find_all(self, tasks: list[_Task]) -> None:
         for task in tasks:
-            state, began_s = task[0], time.monotonic()
+            state, began_s = task.state, time.monotonic()
             try:
-                found: Mask | str = self._find(*task)
+                found: Mask | str = self._find(state, task)
             except GrammarError as error:
                 found = str(error)
-            except Exception as error:
+            except BaseException as error:  # a panic of the library is no Exception
                 found = f"its grammar failed: {error!r:.200}"
             state.is_slow = time.monotonic() - began_s > SLOW_S
             state.found = found
 
-    def _find(self, state: _State, sequence: SequenceState, new: list[int], known: int) -> Mask:
-        """Find the masks behind the `known` tokens of a sequence, of which `new` are to be consumed, and its drafts."""
-        made = state.matcher
+    def _find(self, state: _State, task: _Task) -> Mask:
+        """Find the masks behind the known tokens of a sequence, and behind its drafts."""
+        if state.moving is not None:
+            wait([state.moving])
+            state.moving = None
+        sequence, made = task.sequence, state.matcher
         if made is None:
             made = state.matcher = self._copy(state.grammar, sequence.stop_ids)
+        new = task.tokens[state.consumed - task.start :]
         if new and not made.consume_tokens(new):
             raise GrammarError(f"its grammar does not allow its tokens: {said(made)}")
         state.consumed += len(new)
@@ -183,7 +227,7 @@ class Grammars:
             made.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if made.is_error():
                 raise GrammarError(f"its grammar cannot go on: {said(made)}")
-            _hold_open(mask, sequence, known + row)
+            _hold_open(mask, sequence, task.known + row)
             # Nothing is kept behind a draft that is not allowed, so the other rows may stay as they are.
             if row == len(state.drafts) or not made.try_consume_tokens([state.drafts[row]]):
                 break
@@ -210,6 +254,15 @@ def _taken(state: _State, drafts: list[int]) -> Mask | str | None:
         return f"a token of its grammar takes more than {MOST_S:g} s to decide" if is_endless else None
     state.found, state.is_awaited = None, False
     return found if isinstance(found, str) or drafts == state.drafts else None
+
+
+def _move_on(tasks: list[tuple[_State, int, list[int]]]) -> None:
+    """Move states on by their new tokens, and see which have to follow."""
+    for state, _, new in tasks:
+        state.forced = []
+        if state.matcher is not None and state.matcher.consume_tokens(new):
+            state.consumed += len(new)
+            state.forced = state.matcher.compute_ff_tokens()
 
 
 def _drafts_of(item: ScheduledSequence) -> list[int]:

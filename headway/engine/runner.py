@@ -145,6 +145,8 @@ class Runner:
         if routed is not None:
             outcome.routing = self.kernels.routing_counts().since(routed)
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
+        if grammars is not None and self._states is None:
+            outcome.drafts = grammars.foresee(plan.scheduled, sequences, outcome.tokens)
         return outcome
 
     def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:

@@ -13,9 +13,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from headway.grammars.schema import check_schema
 from headway.policy.step.structured_outputs import COMPILED, StructuredOutputs
 
-# White space between the parts of a JSON text: at most one blank. Line breaks and indentation cost tokens, and without
-# a bound a model that has lost its way writes blanks until max_tokens.
-WHITESPACE = " "
+# JSON texts have their blanks in one way, that of Python's json.dumps: what is not left open costs no step (see
+# engine/grammars.py), and a model that has lost its way cannot write blanks until max_tokens.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=2_000_000,
@@ -83,7 +83,7 @@ def _of_schema(asked: StructuredOutputs, left_out: list[str]) -> str:
 
 
 def _of_json(schema: str, relaxed: bool = False) -> str:
-    options: Any = {"whitespace_pattern": WHITESPACE, "lenient": relaxed}
+    options: Any = {**_SPACING, "lenient": relaxed}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 

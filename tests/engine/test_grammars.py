@@ -286,6 +286,35 @@ def test_forbid_keeps_rows_without_a_mask() -> None:
     assert x[1].isfinite().nonzero().flatten().tolist() == [0, 95, *range(96, 128)]
 
 
+def test_forced_tokens_cost_no_steps_and_change_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"a_long_name_of_a_property_{i}" for i in range(4)]
+    schema = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": names}
+    held = [wanted(seed, structured_outputs={"json": schema}, max_tokens=200) for seed in range(3)]
+    free = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+    steps, run = 0, llm.engine.core.executor.run
+
+    def counting(plan: StepPlan) -> StepOutcome:
+        nonlocal steps
+        steps += 1
+        return run(plan)
+
+    def answer(params: list[SamplingParams]) -> tuple[int, list[list[list[int]]]]:
+        nonlocal steps
+        steps = 0
+        return (tokens := tokens_of(ask(llm, params))) and steps, tokens
+
+    monkeypatch.setattr(engine_grammars, "FORESEEN_S", 10.0)
+    monkeypatch.setattr(llm.engine.core.executor, "run", counting)
+    with_drafts, expected = answer(held)
+    beside_others, tokens = answer([*held, free])
+    assert tokens[:3] == expected
+    monkeypatch.setattr(engine_grammars, "MOST_FORCED", 0)
+    without, tokens = answer(held)
+    assert tokens == expected
+    assert without == max(len(each[0]) for each in expected) and with_drafts < without / 4
+    assert beside_others >= 200  # the other's steps are as short as ever
+
+
 # --- nobody else waits ------------------------------------------------------------------------------
 
 
