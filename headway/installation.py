@@ -11,6 +11,7 @@ ENGINE_MODULES = (
     "llvmlite",
     "safetensors",
     "fastapi",
+    "llguidance",
     "starlette",
     "uvicorn",
     "python_multipart",

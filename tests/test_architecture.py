@@ -75,8 +75,12 @@ ROOMS = {
         forbidden=NO_SERVER,
     ),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
+    "grammars": Room(
+        ours={"grammars", "policy.step.structured_outputs", "text.bounded", "text.tokenizer"},
+        forbidden=NO_DEVICE | NO_SERVER,
+    ),
     "engine": Room(
-        ours={"engine", "policy", "cost", "models", "kernels", "files", "flags", "version"},
+        ours={"engine", "policy", "cost", "grammars", "models", "kernels", "files", "flags", "version"},
         forbidden=frozenset({"fastapi", "uvicorn"}),
     ),
     "server": Room(
@@ -84,6 +88,7 @@ ROOMS = {
             "server",
             "text",
             "policy",
+            "grammars",
             "outputs",
             "config_files",
             "files",
@@ -104,6 +109,7 @@ ROOMS = {
             "engine.messages",
             "engine.libraries",
             "engine.start",
+            "grammars.compile",
             "models.folder",
             "policy",
             "text",
@@ -331,7 +337,7 @@ def test_the_planner_follows_a_load_in_one_place() -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {"policy", "cost", "text", "server", "report", "bench", "planner", "simulator", "cli"}
+    rooms = {"policy", "cost", "text", "grammars", "server", "report", "bench", "planner", "simulator", "cli"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [
         PACKAGE / name
@@ -386,7 +392,7 @@ def test_version_is_said_once() -> None:
 
 
 # Rooms of the extra `serve`; all others do with what `pip install headway` brings.
-OF_THE_EXTRA = {"batch.py", "calibration", "engine", "kernels", "llm", "models", "quantize", "server"}
+OF_THE_EXTRA = {"batch.py", "calibration", "engine", "grammars", "kernels", "llm", "models", "quantize", "server"}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 

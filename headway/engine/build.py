@@ -128,6 +128,7 @@ def build_engine(
             pool.checkpoints or 0,
             groups,
             graphs=not config.enforce_eager,
+            folder=folder,
         )
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)

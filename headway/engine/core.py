@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from headway.engine.executor import Executor, StepOutcome
 from headway.engine.memory_counts import MemoryCounts
@@ -23,6 +24,7 @@ from headway.engine.quarantine import Quarantine
 from headway.policy.admission.intake import check, sequences_of
 from headway.policy.cache.preload import PreloadedPrompt, room_for
 from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
 from headway.policy.step.sampling_params import SamplingParams
@@ -31,6 +33,7 @@ from headway.policy.step.scheduler import Scheduler
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
+COMPILATION_POLL_MS = 2
 # The longest step is predicted anew after so many steps.
 _STEPS_OF_PREDICTION = 16
 _YIELDED = {
@@ -41,7 +44,11 @@ _YIELDED = {
 
 
 class EngineCore:
-    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`."""
+    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`.
+
+    Attributes:
+        unready: requests that wait for their grammars, by id: the compilation, the request, and since when it waits.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.scheduler = scheduler
@@ -53,6 +60,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
+        self.unready: dict[str, tuple[Future[None], AddRequest, int]] = {}
         self._counted = EngineStats(0, 0, 0.0)
         self._memory = MemoryCounts(scheduler)
         self._received = 0
@@ -61,11 +69,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._pending) or self.scheduler.has_work
+        return bool(self._pending) or bool(self.unready) or self.scheduler.has_work
 
     @property
     def waits_ms(self) -> int:
         """How long the next step is put off, unless a request comes."""
+        if self.unready and not self._pending and not self.scheduler.has_work:
+            return COMPILATION_POLL_MS
         left_ns = self._wait_until_ns - self._clock() if self._wait_until_ns and not self._pending else 0
         return max(0, -(-left_ns // 1_000_000))
 
@@ -82,22 +92,50 @@ class EngineCore:
         if request.seed is None:
             request.seed = secrets.randbits(63)
         try:
-            if request.request_id in self._live:
+            if request.request_id in self._live or request.request_id in self.unready:
                 raise ValueError(f"a request with id {request.request_id!r} is running already")
             check(request, limit, self.executor.vocab_size)
             if request.pooling is None and not self.executor.generates:
                 raise ValueError(HEADLESS)
         except ValueError as error:
-            self._pending += [
-                SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=str(error))
-                for choice in request.choices
-            ]
+            self._refuse(request, str(error))
             return
-        sequences = sequences_of(request, limit, self.scheduler.config.classes)
+        asked = request.params.structured_outputs
+        compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
+        if compiled is not None:
+            self.unready[request.request_id] = compiled, request, self._clock()
+            return
+        self._queue(request)
+
+    def _queue(self, request: AddRequest, began_compiling: int = 0) -> None:
+        """Queue the choices of a checked request."""
+        sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
+        now = self._clock()
         for sequence in sequences:
-            self.scheduler.add(sequence, self._clock())
+            if began_compiling:
+                sequence.ledger.mark(Phase.TRANSPORT, began_compiling)
+                sequence.ledger.mark(Phase.GRAMMAR, now)
+            self.scheduler.add(sequence, now)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
+
+    def _queue_ready(self) -> None:
+        """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
+        for name, (compiled, request, began) in list(self.unready.items()):
+            if not compiled.done():
+                continue
+            del self.unready[name]
+            error = compiled.exception()
+            if error is None:
+                self._queue(request, began)
+            else:
+                self._refuse(request, f"structured_outputs: {error}")
+
+    def _refuse(self, request: AddRequest, why: str) -> None:
+        self._pending += [
+            SequenceOutput(request.request_id, choice.index, [], finish_reason="error", error=why)
+            for choice in request.choices
+        ]
 
     def preload(self, prompts: list[PreloadedPrompt], what_fits: bool = False) -> list[str]:
         """Compute prompts one after the other, and keep their blocks for good.
@@ -147,6 +185,8 @@ class EngineCore:
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
+        if request_id in self.unready:
+            self._abort_unready(request_id, index)
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
                 continue
@@ -155,6 +195,18 @@ class EngineCore:
             self._finish_output(last, sequence)
             if index != -1:
                 self._pending.append(last)
+
+    def _abort_unready(self, request_id: str, index: int) -> None:
+        _, request, began = self.unready[request_id]
+        left = [choice for choice in request.choices if index not in (-1, choice.index)]
+        if index != -1 and len(left) < len(request.choices):
+            now = self._clock()
+            waited = {str(Phase.TRANSPORT): began - request.sent_ns, str(Phase.GRAMMAR): now - began}
+            timings = SequenceTimings(waited, now, 0, 0)
+            self._pending.append(SequenceOutput(request_id, index, [], finish_reason="abort", timings=timings))
+        request.resumed = left
+        if not left:
+            del self.unready[request_id]
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
@@ -178,6 +230,8 @@ class EngineCore:
         Raises:
             EngineFault: the step failed, and no single request is at fault.
         """
+        if self.unready:
+            self._queue_ready()
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
@@ -257,6 +311,7 @@ class EngineCore:
         if sequence.finish_reason is not None:
             if sequence.finish_reason == "stop" and sequence.pooling is not None:
                 output.vector = vector_of(sequence.pooling, self._pooled[sequence.seq_id], sequence.prompt_len)
+            output.error = outcome.reasons.get(sequence.seq_id)
             self._finish_output(output, sequence)
         return output
 

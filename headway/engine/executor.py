@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
@@ -22,7 +24,9 @@ class StepOutcome(msgspec.Struct):
 
     Args:
         tokens: new tokens of each sequence that samples: the drafts that were accepted, and the token drawn after them.
-            None where the logits were not numbers, or the hidden states of a sequence that wants a vector.
+            None where the logits were not numbers, or the hidden states of a sequence that wants a vector. Empty where
+            it is not known yet which tokens a grammar allows.
+        reasons: why tokens are None, where it is something else.
         logprobs: log-probabilities of the new tokens, for sequences that want them.
         prompt_logprobs: those of this step's prompt tokens, for sequences that want them.
         pooled: what this step adds to the vectors that sequences want: float64.
@@ -35,6 +39,7 @@ class StepOutcome(msgspec.Struct):
 
     times: StepTimes
     tokens: dict[int, list[int] | None] = {}
+    reasons: dict[int, str] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
     pooled: dict[int, NDArray[np.float64]] = {}
@@ -46,6 +51,7 @@ class StepOutcome(msgspec.Struct):
     def take(self, part: StepOutcome) -> None:
         """Add the outcome of a part of the step."""
         self.tokens |= part.tokens
+        self.reasons |= part.reasons
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
         self.pooled |= part.pooled
@@ -63,6 +69,12 @@ class Executor(Protocol):
     @property
     def generates(self) -> bool:
         """Whether the model has an output layer."""
+
+    def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
+        """Begin what takes time before the first step with a grammar; None where nothing does.
+
+        The future's ValueError is one line for the user.
+        """
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from concurrent.futures import Future
 from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
 from headway.engine.pooling import pooled_parts
 from headway.engine.sampler import BAD_TOKEN, Sampler
+from headway.engine.sampling_batch import Mask
 from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels, LayerCache
@@ -23,6 +28,9 @@ from headway.models.decoder import Decoder
 from headway.policy.cache.sizing import PROMPT_LOGPROB_ROWS
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
+
+if TYPE_CHECKING:
+    from headway.engine.grammars import Grammars
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 
@@ -38,8 +46,10 @@ class Runner:
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
         groups: KV cache groups; empty where one block table is for all.
         graphs: on a GPU, launch decode steps as CUDA graphs.
+        folder: the checkpoint's, whose tokenizer.json grammars need.
 
     Attributes:
+        grammars: what sequences are held to; None until one is.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -58,8 +68,11 @@ class Runner:
         checkpoints: int = 0,
         groups: Groups = (),
         graphs: bool = False,
+        folder: Path | None = None,
     ) -> None:
         config = model.config
+        self.grammars: Grammars | None = None
+        self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
         self.generates = not config.headless
@@ -102,6 +115,9 @@ class Runner:
         if plan.swaps or plan.copies:
             self._copy_blocks(plan)
         sequences = self._apply(plan)
+        grammars = self.grammars if self.grammars is not None and self.grammars.states else None
+        if grammars is not None:
+            grammars.begin(plan.scheduled, sequences)
         if self._states is not None:
             self._catch_up(plan.scheduled, sequences, self._states)
         step = None if self.decodes is None else self.decodes.lay_out(plan.scheduled, sequences)
@@ -120,7 +136,8 @@ class Runner:
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
         timer = _DeviceTimer(self.device)
         if logits is not None:
-            self._sample(logits, plan.scheduled, sequences, outcome)
+            masks = {} if grammars is None else grammars.masks(plan.scheduled, self._states is not None)
+            self._sample(logits, plan.scheduled, sequences, outcome, masks)
         for seq_id, part in outcome.pooled.items():
             if not np.isfinite(part).all():
                 outcome.tokens[seq_id] = None
@@ -128,6 +145,8 @@ class Runner:
         if routed is not None:
             outcome.routing = self.kernels.routing_counts().since(routed)
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
+        if grammars is not None and self._states is None:
+            outcome.drafts = grammars.foresee(plan.scheduled, sequences, outcome.tokens)
         return outcome
 
     def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
@@ -152,10 +171,24 @@ class Runner:
                 part = [ScheduledSequence(item.seq_id, start, tokens, False, 0)]
                 self._forward(self.layout.lay_out(part, [sequence]), part, [sequence])
 
+    def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
+        """Begin to compile a grammar, as Grammars.prepare() does."""
+        return self.grammars_of_model().prepare(grammar, eos_token_ids)
+
+    def grammars_of_model(self) -> Grammars:
+        """What holds sequences to grammars, which is made when it is first needed: importing it takes time."""
+        if self.grammars is None:
+            from headway.engine.grammars import Grammars
+
+            self.grammars = Grammars(self._folder or Path(), self.vocab_size)
+        return self.grammars
+
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has finished or was preempted."""
         sequence = self._known.pop(seq_id, None)
         if sequence is not None:
+            if self.grammars is not None:
+                self.grammars.forget(seq_id)
             if self._states is not None:
                 self._states.forget(seq_id)
             self.layout.tables.forget(seq_id)
@@ -165,6 +198,8 @@ class Runner:
         """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
         self.layout.reset()
         self.sampler.reset()
+        if self.grammars is not None:
+            self.grammars.reset()
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         try:
@@ -181,6 +216,8 @@ class Runner:
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)
+            if new.params.structured_outputs is not None:
+                self.grammars_of_model().join(new)
         for change in plan.tables:
             known[change.seq_id].change_table(change)
             self.layout.tables.write(change)
@@ -193,27 +230,44 @@ class Runner:
         return sequences
 
     def _sample(
-        self, logits: Tensor, scheduled: list[ScheduledSequence], sequences: list[SequenceState], outcome: StepOutcome
+        self,
+        logits: Tensor,
+        scheduled: list[ScheduledSequence],
+        sequences: list[SequenceState],
+        outcome: StepOutcome,
+        masks: dict[int, Mask | str | None],
     ) -> None:
+        """Draw what the step samples. `masks` has an entry for each sequence with a grammar: see Grammars.masks()."""
         rows = [item.samples for item in scheduled]
+        by_row = _by_row(masks, scheduled) if masks else None
         if max(rows) > 1:
             sampling = [(s, item) for s, item in zip(sequences, scheduled, strict=True) if item.samples]
-            self._try_drafts(logits, sampling, outcome)
-            return
-        if len(logits) < len(rows):
-            sequences = list(compress(sequences, rows))
-        sampled = self.sampler.sample(logits, sequences)
-        outcome.tokens = {
-            s.seq_id: [token] if token != BAD_TOKEN else None
-            for s, token in zip(sequences, sampled.token_ids, strict=True)
-        }
-        if any(sampled.logprobs):
-            outcome.logprobs = {
-                s.seq_id: [e] for s, e in zip(sequences, sampled.logprobs, strict=True) if e is not None
+            self._try_drafts(logits, sampling, outcome, by_row)
+        else:
+            if len(logits) < len(rows):
+                sequences = list(compress(sequences, rows))
+            sampled = self.sampler.sample(logits, sequences, None, by_row)
+            outcome.tokens = {
+                s.seq_id: [token] if token != BAD_TOKEN else None
+                for s, token in zip(sequences, sampled.token_ids, strict=True)
             }
+            if any(sampled.logprobs):
+                outcome.logprobs = {
+                    s.seq_id: [e] for s, e in zip(sequences, sampled.logprobs, strict=True) if e is not None
+                }
+        for seq_id, mask in masks.items():
+            if mask is None or isinstance(mask, str):
+                outcome.tokens[seq_id] = None if mask else []
+                outcome.logprobs.pop(seq_id, None)
+                if mask:
+                    outcome.reasons[seq_id] = mask
 
     def _try_drafts(
-        self, logits: Tensor, sampling: list[tuple[SequenceState, ScheduledSequence]], outcome: StepOutcome
+        self,
+        logits: Tensor,
+        sampling: list[tuple[SequenceState, ScheduledSequence]],
+        outcome: StepOutcome,
+        masks: list[Mask | None] | None,
     ) -> None:
         """Draw after each sequence's newest token and after each of its drafts; accept drafts until one differs.
 
@@ -223,7 +277,7 @@ class Runner:
         ends = [item.start + item.num_tokens for _, item in sampling for _ in range(item.samples)]
         drafts_after = [each for _, item in sampling for each in range(item.samples - 1, -1, -1)]
         sampled = self.sampler.sample(
-            logits, sequences, [end - each for end, each in zip(ends, drafts_after, strict=True)]
+            logits, sequences, [end - each for end, each in zip(ends, drafts_after, strict=True)], masks
         )
         row = 0
         for sequence, item in sampling:
@@ -249,6 +303,15 @@ class Runner:
                 rows = hidden[first + at - item.start : first + stop - item.start]
                 targets = torch.tensor(sequence.tokens[at + 1 : stop + 1], device=self.device)
                 parts.append(prompt_logprobs(self.model.logits(rows), targets, sequence.params.prompt_logprobs or 0))
+
+
+def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequence]) -> list[Mask | None]:
+    """The mask of each row of logits; None where all tokens are allowed, or nothing will come of the draw."""
+    rows: list[Mask | None] = []
+    for item in scheduled:
+        mask = masks.get(item.seq_id)
+        rows += [None] * item.samples if mask is None or isinstance(mask, str) else list(mask)
+    return rows
 
 
 class _DeviceTimer:

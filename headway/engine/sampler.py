@@ -1,8 +1,8 @@
 """Chooses the next token of every sequence of a batch, on the model's device: by a kernel, or as tensor work.
 
 In order, as vLLM does: logit_bias, min_tokens (no stop token while the output is shorter), repetition,
-presence and frequency penalties, temperature, min_p, top_k, top_p, and one draw. A temperature below
-GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest tokens in the
+presence and frequency penalties, the mask of a grammar, temperature, min_p, top_k, top_p, and one draw. A temperature
+below GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest tokens in the
 same order, so top_k = 1 is greedy too.
 
 A draw is a function of the row's own logits, the sequence's seed and the token's position. So the same seed
@@ -26,7 +26,7 @@ from headway.engine import draws
 from headway.engine.logprobs import logprob_table, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
-from headway.engine.sampling_batch import SamplingBatch, TokenEdits, describe, undecided, uniforms
+from headway.engine.sampling_batch import Mask, SamplingBatch, TokenEdits, describe, undecided, uniforms
 from headway.kernels.host import one_thread, to_device
 from headway.kernels.interface import Draw
 from headway.policy.cache.sizing import padded_size
@@ -71,12 +71,21 @@ class Sampler:
         self._memory = torch.empty(0, 0, device=device)
         self._steps_with_little = 0
 
-    def sample(self, logits: Tensor, sequences: list[SequenceState], positions: list[int] | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        sequences: list[SequenceState],
+        positions: list[int] | None = None,
+        masks: list[Mask | None] | None = None,
+    ) -> Sampled:
         """Choose one token for each row, at its position; where none are given, at the end of the sequence's tokens.
 
         logits [R, V] in any float dtype, left unchanged; row r belongs to sequences[r]. A sequence may have several
-        rows, each with its position, unless it has penalties. Waits for the device once, to read the result, and once
-        more only when a nucleus (top_p) was wider than expected.
+        rows, each with its position, unless it has penalties. masks: for each row the Mask of the tokens that are
+        allowed, or None for all. Log-probabilities are those of the model, whatever is allowed.
+
+        Waits for the device once, to read the result, and once more only when a nucleus (top_p) was wider than
+        expected.
 
         Raises:
             ValueError: when the logits' shape is not [len(sequences), vocab_size].
@@ -98,9 +107,11 @@ class Sampler:
             self._known.update(sequences)
         batch = self._batch
         if self._draw is not None and batch.table is not None:
+            if masks is not None:
+                batch.table["mask"] = [0 if mask is None else mask.ctypes.data for mask in masks]
             return self._sample_by_kernel(logits, batch, batch.table, self._draw, positions or _ends(sequences))
         with torch.inference_mode(), _threads_for(logits):
-            return self._sample(logits, batch, positions or _ends(sequences))
+            return self._sample(logits, batch, positions or _ends(sequences), masks)
 
     def _sample_by_kernel(
         self, logits: Tensor, batch: SamplingBatch, table: NDArray[np.void], draw: Draw, positions: list[int]
@@ -119,9 +130,11 @@ class Sampler:
             numbers = logprob_table(raw, wanted.clamp_(min=0), batch.top_logprobs)
         return Sampled(token_ids, _entries(token_ids, numbers.tolist(), batch))
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch, positions: list[int]) -> Sampled:
+    def _sample(
+        self, logits: Tensor, batch: SamplingBatch, positions: list[int], masks: list[Mask | None] | None
+    ) -> Sampled:
         raw = draws.padded(logits, self._room(len(batch.sequences)))
-        rows = self._prepare(raw, raw is logits, batch, positions)
+        rows = self._prepare(raw, raw is logits, batch, positions, masks)
         bad = ~rows.best.isfinite().squeeze(1)
         ids = torch.empty(len(raw), dtype=torch.int64, device=self.device)
         groups = batch.groups
@@ -165,8 +178,15 @@ class Sampler:
             self._steps_with_little = 0
         return self._memory[:rows]
 
-    def _prepare(self, raw: Tensor, borrowed: bool, batch: SamplingBatch, positions: list[int]) -> draws.Rows:
-        """Logits with bias, min_tokens and penalties applied, and a uniform number for each row's position.
+    def _prepare(
+        self,
+        raw: Tensor,
+        borrowed: bool,
+        batch: SamplingBatch,
+        positions: list[int],
+        masks: list[Mask | None] | None,
+    ) -> draws.Rows:
+        """Logits with bias, min_tokens, penalties and masks applied, and a uniform number for each row's position.
 
         `raw` itself is changed, unless it is the caller's (borrowed) or needed again for log-probabilities.
         """
@@ -175,13 +195,17 @@ class Sampler:
             where = np.array(positions, np.int64)
             at, uniform = to_device(np.stack((where, uniforms(batch.streams, where))), self.device)
         x = raw
-        if batch.edits_logits:
+        if batch.edits_logits or masks is not None:
             x = raw.clone() if borrowed or batch.wants_logprobs else raw
         if (edits := batch.edits) is not None:
             pairs = edits.rows, edits.token_ids
             x[pairs] = (x[pairs] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
         if batch.penalised:
             self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
+        if masks is not None:
+            held = [row for row, mask in enumerate(masks) if mask is not None]
+            bits = to_device(np.array([masks[row] for row in held]), self.device)
+            draws.forbid(x, torch.tensor(held, device=self.device), bits)
         peaks = draws.block_peaks(x)
         return draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform)
 

@@ -51,6 +51,8 @@ class Edits:
     allowed_from: Tensor  # float64, the first position at which the token may come
 
 
+# A bit for each token, in whole blocks of the padded vocabulary: set where it is allowed, the first in the lowest bit.
+Mask = NDArray[np.int32]
 TokenEdits = NDArray[np.float64]  # [3, N]: token ids, bias and allowed_from of one sequence
 
 
@@ -102,7 +104,9 @@ def describe(
     edits: dict[int, TokenEdits] = {}
     for row, sequence in enumerate(sequences):
         params = sequence.params
-        if params.logit_bias or (params.min_tokens and positions[row] < _allowed_from(sequence)):
+        # A structured output is held open by its mask, as its end may be all that is left.
+        held_open = params.min_tokens > 0 and params.structured_outputs is None
+        if params.logit_bias or (held_open and positions[row] < _allowed_from(sequence)):
             if sequence not in known_edits:
                 known_edits[sequence] = _token_edits(sequence, vocab_size)
             edits[row] = known_edits[sequence]
@@ -164,7 +168,7 @@ def _table(
                 params.repetition_penalty,
                 params.frequency_penalty,
                 params.presence_penalty,
-                *(0, 0, 0),
+                *(0, 0, 0, 0),
             )
         )
     return np.array(rows, DRAW)
@@ -246,7 +250,9 @@ def _allowed_from(sequence: SequenceState) -> int:
 
 
 def _token_edits(sequence: SequenceState, vocab_size: int) -> TokenEdits:
-    bias, stops = sequence.params.logit_bias, sequence.stop_ids if sequence.params.min_tokens else frozenset()
+    params = sequence.params
+    bias = params.logit_bias
+    stops = sequence.stop_ids if params.min_tokens and params.structured_outputs is None else frozenset()
     tokens = [*bias, *(token for token in stops if token < vocab_size and token not in bias)]
     from_where = [_allowed_from(sequence) if token in stops else 0 for token in tokens]
     return np.array([tokens, [bias.get(token, 0.0) for token in tokens], from_where], np.float64)

@@ -175,6 +175,7 @@ DRAW = np.dtype(
         ("seen", "i8"),  # address of int64 [num_seen]: distinct tokens of prompt and output
         ("counts", "i8"),  # address of float32 [num_seen]: how often each is in the output
         ("num_seen", "i8"),  # 0: no penalties
+        ("mask", "i8"),  # address of a bit for each token that is allowed, the first in the lowest; 0 allows all
     ]
 )
 

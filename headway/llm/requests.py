@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
+from headway.grammars.compile import translated
 from headway.models.folder import resolve_model
 from headway.outputs.choices import Choice, Piece, TokenizedPrompt
 from headway.outputs.pooling import Pooler, floats, judged_messages
@@ -181,6 +182,8 @@ class Front:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
         params = replace(params)  # the caller may change it while the request runs
+        if params.structured_outputs is not None:
+            params.structured_outputs = translated(params.structured_outputs)[0]
         request = self._request(prompted, params, service_class, request_id)
         outputs = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request.request_id, prompted.text, prompted.token_ids, outputs)

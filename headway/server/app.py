@@ -37,7 +37,14 @@ from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
 
 # Headers of answers that pages of other origins may read.
-EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "server-timing", "x-headway-ignored-headers")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    "server-timing",
+    "x-headway-ignored-headers",
+    "x-headway-relaxed",
+)
 
 
 def create_app(

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from headway.engine.client import EngineDead
@@ -42,6 +43,7 @@ class Generation:
         params: the parameters of each prompt, all with the same n.
         terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
+        compiled_ns: when the grammar was that it is held to, if there is one.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
@@ -60,6 +62,7 @@ class Generation:
         *,
         arrived_ns: int,
         checked_ns: int,
+        compiled_ns: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
         keep: bool = True,
@@ -108,7 +111,7 @@ class Generation:
                 tenant=terms.tenant,
                 pooling=pooling,
             )
-            self._add(request, prompt, number * one.n, checked_ns, keep)
+            self._add(request, prompt, number * one.n, Stamps(arrived_ns, checked_ns, compiled_ns=compiled_ns), keep)
         self.choices = list(self._choice_of.values())
         # Choices that have not ended for the client, and those that have not ended in the engine.
         self._unfinished = self._unsettled = len(self.choices)
@@ -122,7 +125,7 @@ class Generation:
             service.generations.discard(self)
             raise
 
-    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, checked_ns: int, keep: bool) -> None:
+    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, stamps: Stamps, keep: bool) -> None:
         """Add the choices of a prompt, numbered from `first`."""
         self._requests.append(request)
         for index in range(request.params.n):
@@ -132,7 +135,7 @@ class Generation:
                 params=request.params,
                 tokenizer=self._service.tokenizer if self._pooling is None else None,
                 eos_token_ids=request.eos_token_ids,
-                stamps=Stamps(arrived_ns=request.arrival_ns, checked_ns=checked_ns),
+                stamps=replace(stamps),
                 keep=keep,
                 prompt_only=self._prompt_only,
             )

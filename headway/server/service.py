@@ -25,6 +25,7 @@ from headway.server.edge.pacing import READS_PER_TURN, Pace
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
+from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
@@ -69,8 +70,10 @@ class Service:
         cuts = None if template is None else safe_cuts(tokenizer.backend, template.source)
         known = KnownTexts(cuts, settings.max_known_text)
         self.encoder = Encoder(tokenizer, known, self.text_work, self.process_work, self.text_process)
+        self.grammars = GrammarChecks(tokenizer, settings)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.metrics.add_encoder(self.encoder)
+        self.metrics.add_grammars(self.grammars)
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
@@ -250,6 +253,7 @@ class Service:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
         self.text_process.close()
+        self.grammars.close()
         self.text_work.close()
         self.process_work.close()
         self.bodies.close()

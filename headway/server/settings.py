@@ -165,6 +165,9 @@ class ServerSettings:
         int,
         _size("Characters of chat prompts whose token ids are cached; 0 disables this.", default="32M"),
     ] = 32 * 2**20
+    grammar_timeout: Annotated[
+        float, _flag("Seconds that the grammar or schema of a structured output may take to compile.", min=0.1)
+    ] = 10.0
     request_read_timeout: Annotated[
         float, _flag("Seconds to receive a whole request, from its first byte.", min=0.1)
     ] = 60.0

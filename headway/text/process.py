@@ -1,21 +1,8 @@
-"""A process for work on texts that may take too long or too much memory: it can be ended, and others go on.
-
-It renders chat templates that are not plain, and encodes texts of hundreds of thousands of characters. It starts when
-it is first needed, and stays. It is ended with its parent and after a deadline, and the system refuses it more memory
-than it may have. Then the next task starts another one.
-"""
+"""Work on texts in a bounded process: chat templates that are not plain, and very long texts."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import resource
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -24,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headway.text.bounded import BoundedProcess, Closed, limit_memory, serve
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import TextError, Tokenizer
 
@@ -36,9 +24,6 @@ MOST_CHARS = 2**24
 MOST_CUT = 2**22
 # Ids become Python's with the interpreter's lock held.
 IDS_BETWEEN_PAUSES, PAUSE_S = 2**16, 2e-5
-NICENESS = 10
-_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
-_LENGTH = 8
 
 
 class Render(msgspec.Struct, tag=True):
@@ -84,10 +69,7 @@ class TextProcess:
     """The process, from this side. One task at a time; for any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._closed = False
+        self._process = BoundedProcess(__name__)
 
     def render(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int = MOST_CHARS, **options: Any
@@ -121,56 +103,21 @@ class TextProcess:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
+        self._process.close()
 
     def _done(self, task: Render | Encode | Decode, seconds: float, who: str, what: str) -> _Answer:
-        message = msgspec.msgpack.encode(task)
-        with self._lock:
-            if self._closed:
-                raise TooLong("the server is shutting down")
-            try:
-                answer = self._exchange(message, seconds)
-            except TimeoutError:
-                self._end()
-                raise TooLong(f"{who} took more than {seconds:g} s for {what}") from None
-            except OSError:
-                self._end()
-                raise TooLong(f"{who} took more memory than it may for {what}") from None
+        try:
+            answered = self._process.ask(msgspec.msgpack.encode(task), seconds)
+        except Closed as error:
+            raise TooLong(str(error)) from None
+        except TimeoutError:
+            raise TooLong(f"{who} took more than {seconds:g} s for {what}") from None
+        except OSError:
+            raise TooLong(f"{who} took more memory than it may for {what}") from None
+        answer = msgspec.msgpack.decode(answered, type=_Answer)
         if answer.refusal:
             raise TextError(answer.refusal)
         return answer
-
-    def _exchange(self, message: bytes, seconds: float) -> _Answer:
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._socket is not None
-        self._socket.settimeout(seconds)
-        for part in (len(message).to_bytes(_LENGTH), message):  # not joined: it may be large
-            self._socket.sendall(part)
-        return msgspec.msgpack.decode(_received(self._socket, time.monotonic() + seconds), type=_Answer)
-
-    def _start(self) -> None:
-        self._end()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._socket = ours
-        ours.settimeout(60.0)
-        ours.recv(1)  # it is ready; what it is asked has its whole time
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._socket is not None:
-            self._socket.close()
-        self._process = self._socket = None
 
 
 def _listed(ids: bytes) -> list[int]:
@@ -180,19 +127,6 @@ def _listed(ids: bytes) -> list[int]:
         found += given[at : at + IDS_BETWEEN_PAUSES].tolist()
         time.sleep(PAUSE_S)
     return found
-
-
-def _received(connection: socket.socket, deadline: float) -> bytearray:
-    """The next message. Raises OSError where there will be none, as TimeoutError where it is not there in time."""
-    received = bytearray()
-    while len(received) < _LENGTH or len(received) < _LENGTH + int.from_bytes(received[:_LENGTH]):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(2**20)
-        if not part:
-            raise ConnectionResetError
-        received += part
-    del received[:_LENGTH]
-    return received
 
 
 # --- in the process ---------------------------------------------------------------------------------
@@ -237,29 +171,16 @@ class _Worker:
         return self._tokenizer
 
 
-def _limit_memory(more: int) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = used + more
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
 def main(descriptor: int, parent: int) -> None:
     """Do what is asked until the parent has gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent
-    os.nice(NICENESS)
     worker = _Worker()
-    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(ConnectionError):
-        connection.sendall(b"1")
-        while os.getppid() == parent:
-            message = _received(connection, time.monotonic() + 10**6)
-            task = msgspec.msgpack.decode(message, type=Render | Encode | Decode)
-            if sys.platform == "linux":
-                _limit_memory(RENDER_BYTES if isinstance(task, Render) else ENCODE_BYTES)
-            answer = msgspec.msgpack.encode(worker.do(task))
-            connection.sendall(len(answer).to_bytes(_LENGTH) + answer)
+
+    def do(message: bytearray) -> bytes:
+        task = msgspec.msgpack.decode(message, type=Render | Encode | Decode)
+        limit_memory(RENDER_BYTES if isinstance(task, Render) else ENCODE_BYTES)
+        return msgspec.msgpack.encode(worker.do(task))
+
+    serve(descriptor, parent, do)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,19 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def bytes_of(token: str, is_byte_level: bool) -> bytes:
+    """The bytes that a token of the vocabulary stands for, from how tokenizer.json writes it."""
+    if is_byte_level:
+        values = [BYTE_OF.get(character) for character in token]
+        return token.encode() if None in values else bytes(value for value in values if value is not None)
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("\u2581", " ").encode()
+
+
 # Pre-tokenizers that drop nothing of a text.
 _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts")
 BYTE_OF = _byte_level_alphabet()
@@ -195,17 +208,7 @@ class Tokenizer:
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self.is_byte_level:
-            values = [BYTE_OF.get(character) for character in token]
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
-        return token.replace("\u2581", " ").encode()
+        return b"" if token is None else bytes_of(token, self.is_byte_level)
 
     def token_text(self, token_id: int) -> str:
         """A token as a string of its own; `bytes:\\xe2\\x82` when it is only part of a character."""

@@ -153,7 +153,10 @@ def test_token_ids(server: LiveServer, engine: FakeEngine, tokenizer: Tokenizer)
     assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == tokenizer.encode(TEXT)[:3]
 
 
-def test_text_is_the_only_response_format(server: LiveServer) -> None:
+SCHEMA = {"name": "x", "schema": {"type": "object"}}
+
+
+def test_text_is_a_response_format(server: LiveServer) -> None:
     good = {"response_format": {"type": "text"}, "modalities": ["text"], "tools": None, "tool_choice": None}
     assert server.post("/v1/chat/completions", messages=HELLO, **good).status_code == 200
 
@@ -167,8 +170,17 @@ def test_text_is_the_only_response_format(server: LiveServer) -> None:
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "((("}, "guided_grammar"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"bad_words": ["x"]}, "bad_words"),
@@ -181,7 +193,22 @@ def test_text_is_the_only_response_format(server: LiveServer) -> None:
         ({"moderation": {}}, "moderation"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["audio"]}, "modalities[0]"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": SCHEMA}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "strictly": True}}},
+            "response_format.json_schema.strictly",
+        ),
         ({"metadata": "x"}, "metadata"),
         ({"store": True}, "store"),
         ({"messages": []}, "messages"),

@@ -42,7 +42,7 @@ STAGES = (
     Stage(
         "input",
         "input processing",
-        (Phase.RECEIVE, Phase.TOKENIZE),
+        (Phase.RECEIVE, Phase.GRAMMAR, Phase.TOKENIZE),
         "intake",
         "token ids instead of text, shorter prompts, a faster core for the API process",
     ),

@@ -44,7 +44,7 @@ _BITS, _BINS = 8, 256  # bits of a logit that are looked at together
 _CANDIDATES = 64  # blocks whose peaks are looked at first, where top_p alone cuts
 (
     _INVERSE, _LOG_MIN_P, _TOP_K, _TOP_P, _LOG_REST, _STREAM, _POSITION, _EDITS, _NUM_EDITS, _REPETITION, _FREQUENCY,
-    _PRESENCE, _SEEN, _COUNTS, _NUM_SEEN,
+    _PRESENCE, _SEEN, _COUNTS, _NUM_SEEN, _MASK,
 ) = range(len(DRAW.names or ()))  # fmt: skip
 _ROW_BYTES = DRAW.itemsize
 
@@ -131,6 +131,16 @@ def _edit(x, row):
         value -= frequency * times
         value -= presence if times > _ZERO else _ZERO
         store(x, token, value + _ZERO, FLOAT32)
+
+
+@compiled()
+def _forbid(x, whole, mask):
+    """x = -inf where the mask has no bit. Words of whole blocks are read; the padding has -inf already."""
+    for word in range(whole // 32):
+        bits = read_int32(mask, word)
+        for i in range(32):
+            at = 32 * word + i
+            store(x, at, load(x, at, FLOAT32) if (bits >> i) & 1 != 0 else -_INFINITY, FLOAT32)
 
 
 @compiled(fastmath=REORDER)
@@ -350,7 +360,8 @@ def _uniform(stream, position):
 def draw_row(kind, logits, size, row, memory):
     """A row's token, or BAD_ROW if its logits, edited, hold NaN or +inf or nothing above -inf."""
     inverse = np.float32(read_float64(row, _INVERSE))
-    edited = read_int64(row, _NUM_EDITS) + read_int64(row, _NUM_SEEN) > 0
+    mask = read_int64(row, _MASK)
+    edited = read_int64(row, _NUM_EDITS) + read_int64(row, _NUM_SEEN) + mask != 0
     if inverse == _ZERO and not edited:
         return np.int64(_most_likely(kind, logits, size))
     blocks = -(-size // _BLOCK)
@@ -362,6 +373,8 @@ def draw_row(kind, logits, size, row, memory):
     _widen(kind, logits, size, whole, x)
     if edited:
         _edit(x, row)
+    if mask != 0:
+        _forbid(x, whole, mask)
     best = _peaks(x, blocks, peaks)
     if not abs(best) < _INFINITY:
         return BAD_ROW

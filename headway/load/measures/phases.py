@@ -20,6 +20,7 @@ FAULTS = (Phase.STEP_RETRY, Phase.ENGINE_LOST, Phase.ENGINE_RESTART)
 # Phases that lie wholly before the first token. The others (transport, schedule, sampling, faults) may be on both.
 BEFORE_FIRST_TOKEN = (
     Phase.RECEIVE,
+    Phase.GRAMMAR,
     Phase.TOKENIZE,
     *QUEUE_PHASES,
     Phase.PREFILL_COMPUTE,

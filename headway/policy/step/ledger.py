@@ -14,6 +14,7 @@ class Phase(StrEnum):
 
     # API process, before the engine
     RECEIVE = "receive"  # reading, parsing and checking the request
+    GRAMMAR = "grammar"  # checking the grammar of a structured output, and in the engine compiling it
     TOKENIZE = "tokenize"  # chat template and tokenizer
     # engine process
     TRANSPORT = "transport"  # between the processes, in either direction

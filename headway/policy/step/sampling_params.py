@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from headway.policy.step.structured_outputs import InvalidStructure, StructuredOutputs
+
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -100,6 +102,8 @@ class SamplingParams:
         stop: strings that end the output; the text before the first of them is kept. A single string stands for a
             list of one; None, here and for the other lists, for an empty one.
         logit_bias: token id to a value in [-100, 100] added to its logit.
+        structured_outputs: what the output has to be; a mapping is read as StructuredOutputs.of() does. The end token
+            comes when that is complete, whatever min_tokens and ignore_eos say.
 
     Raises:
         InvalidParameter: when a value is out of range.
@@ -124,6 +128,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] = field(default_factory=dict)
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _items("stop", self.stop)
@@ -138,6 +143,15 @@ class SamplingParams:
         self._check_flags()
         self._check_stops()
         self._check_logit_bias()
+        if self.structured_outputs is not None:
+            self._check_structure(self.structured_outputs)
+
+    def _check_structure(self, given: StructuredOutputs | Mapping[str, Any]) -> None:
+        try:
+            self.structured_outputs = given if isinstance(given, StructuredOutputs) else StructuredOutputs.of(given)
+        except (InvalidStructure, AttributeError, TypeError) as error:
+            said = str(error) if isinstance(error, InvalidStructure) else f"it is {_shown(given)}, not a mapping"
+            raise InvalidParameter("structured_outputs", f"structured_outputs: {said}") from None
 
     def _check_integers(self) -> None:
         for name, (low, high) in _INTEGERS.items():

@@ -397,7 +397,7 @@ class Scheduler:
                             drawn = all_tokens[known:]
                             break
                 sequence.last_token_ns = sampled_ns
-                if known == sequence.prompt_len:
+                if known == sequence.prompt_len and drawn:
                     self.policy.first_token(sequence, sampled_ns)
                 changed.append((sequence, drawn))
                 sequence.num_computed = len(all_tokens) - 1

@@ -17,6 +17,7 @@ from headway.policy.step.sampling_params import (
 )
 from headway.server.api.fields import LEAST, MOST
 from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
+from headway.server.api.structures import structured_outputs
 from headway.server.errors import bad_request
 from headway.text.tokenizer import TextError
 
@@ -25,7 +26,7 @@ COMPLETION_MAX_TOKENS = 16
 _SAME_NAME = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name in GenerationBody.model_fields and field.name not in ("stop", "logit_bias")
+    if field.name in GenerationBody.model_fields and field.name not in ("stop", "logit_bias", "structured_outputs")
 )
 
 
@@ -49,6 +50,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     """
     given: dict[str, Any] = dict(defaults)
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given["structured_outputs"] = structured_outputs(body)
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")

@@ -260,16 +260,22 @@ def _inner_models(model: type[Body]) -> dict[str, type[Body]]:
     return {name: each for name, each in found.items() if each is not None}
 
 
+@cache
+def _names(model: type[Body]) -> frozenset[str]:
+    """The fields of a body as JSON has them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
 def _check_names(model: type[Body], path: str, value: Any) -> None:
     """Raise ApiError 400 where an object, or one of a list, has a field that the model does not know."""
     if isinstance(value, list):
         for number, each in enumerate(value):
-            if isinstance(each, dict) and not each.keys() <= model.model_fields.keys():
+            if isinstance(each, dict) and not each.keys() <= _names(model):
                 _check_names(model, f"{path}[{number}]", each)
     elif isinstance(value, dict):
         for name in value:
-            if name not in model.model_fields:
-                raise _unknown(name, model.model_fields, f"{path}.")
+            if name not in _names(model):
+                raise _unknown(name, _names(model), f"{path}.")
 
 
 def _unknown(name: str, fields: Iterable[str], path: str = "") -> ApiError:

@@ -168,6 +168,20 @@ class RequestBody(Body):
     )
 
 
+class JsonSchema(Body):
+    name: str = said("A name of the schema; it has no effect.", ..., min_length=1, max_length=64)
+    description: str | None = said("What the schema is for; it has no effect.")
+    schema_: dict[str, Any] = said("The JSON schema that the answer has to satisfy.", ..., alias="schema")
+    strict: bool | None = said(
+        "Whether keywords that cannot be kept are refused; with false they are left out, and a header names them."
+    )
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = said("Any text, a JSON object, or what a schema says.", ...)
+    json_schema: JsonSchema | None = said("The schema; only with the type json_schema.")
+
+
 class GenerationBody(RequestBody):
     """Fields that completions and chat completions share."""
 
@@ -215,10 +229,14 @@ class GenerationBody(RequestBody):
     return_tokens_as_token_ids: bool | None = said(
         "Whether log-probabilities name tokens by their ids, as token_id:5; default false."
     )
-
-
-class ResponseFormat(Body):
-    type: Literal["text"] = said("The only format is text.", ...)
+    response_format: ResponseFormat | None = said("What the text of the answer has to be.")
+    structured_outputs: dict[str, Any] | None = said(
+        "The same in vLLM's form: one of json, json_object, regex, choice and grammar (Lark or GBNF)."
+    )
+    guided_json: Any = said("A JSON schema, or its text: an older name of structured_outputs.json.")
+    guided_regex: str | None = said("An older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = said("An older name of structured_outputs.choice.")
+    guided_grammar: str | None = said("An older name of structured_outputs.grammar.")
 
 
 class CompletionBody(GenerationBody):
@@ -234,7 +252,6 @@ class CompletionBody(GenerationBody):
     )
     best_of: Int | None = said("The same as n, if it is given.")
     add_special_tokens: bool = said("Whether the tokenizer adds its special tokens to the prompt; default true.", True)
-    response_format: ResponseFormat | None = said("The format of the answer; only text.")
 
     @property
     def prompt_only(self) -> bool:
@@ -304,7 +321,6 @@ class ChatBody(GenerationBody, ChatFields):
     )
     parallel_tool_calls: bool | None = said("Whether an answer may have several calls of tools; default true.")
     include_reasoning: bool = said("Whether the answer has what the model thought before it; default true.", True)
-    response_format: ResponseFormat | None = said("The format of the answer; only text.")
     modalities: list[Literal["text"]] | None = said(
         "What the answer consists of; only text.", min_length=1, max_length=1
     )
@@ -385,7 +401,6 @@ class Unsupported:
 
 
 _NO_TOOLS = "only chat completions have tools"
-_NO_GRAMMAR = "answers are not held to a grammar"
 _NO_BEAMS = "beam search is not supported"
 UNSUPPORTED = {
     "suffix": Unsupported("inserting before a suffix is not supported", lambda value: value == ""),
@@ -406,10 +421,8 @@ UNSUPPORTED = {
     "prompt_cache_options": Unsupported("a JSON object has no effect", lambda value: isinstance(value, dict)),
     "moderation": Unsupported("nothing is moderated"),
     # Fields of vLLM's own.
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        Unsupported(_NO_GRAMMAR),
-    ),
+    "guided_decoding_backend": Unsupported("it must be a string", lambda value: isinstance(value, str)),
+    "guided_whitespace_pattern": Unsupported("white space in JSON is bounded in one way"),
     "use_beam_search": Unsupported(_NO_BEAMS, lambda value: value is False),
     "early_stopping": Unsupported(_NO_BEAMS, lambda value: value is False),
     "length_penalty": Unsupported(_NO_BEAMS, lambda value: value == 1),

@@ -21,6 +21,8 @@ from headway.server.generation import Generation, clock
 from headway.server.service import Service
 
 B = TypeVar("B", bound=Body)
+# What of a schema is not kept, in the scope of a request; and how much of it the header tells.
+RELAXED, MOST_RELAXED = "headway.relaxed", 500
 
 
 class Streamed(Protocol):
@@ -77,6 +79,8 @@ async def serve(
         streams = not isinstance(answer, Response)
         if not isinstance(answer, Response):
             answer = EventStream(answer.events, service.settings, partial(_end, service, answer))
+        if left_out := scope.get(RELAXED):
+            answer.headers["x-headway-relaxed"] = left_out[:MOST_RELAXED].encode("ascii", "replace").decode()
         if service.quotas is not None:
             answer.headers.update(service.quotas.headers(terms.tenant))
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
@@ -16,6 +17,7 @@ from headway.policy.step.request import NEVER
 from headway.server.classes import Terms
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
+from headway.server.grammars import OUTCOMES, GrammarChecks
 from headway.server.metrics.classes import ClassMetrics
 from headway.server.metrics.families import Families
 from headway.server.metrics.memory import MemoryMetrics
@@ -192,6 +194,18 @@ class Metrics:
             "tokenizer_queries": ("Characters of prompts that were looked up.", lambda: encoder.known.queries),
             "tokenizer_hits": ("Characters of prompts whose token ids were known.", lambda: encoder.known.hits),
             "tokenizer_calls": ("Calls of the tokenizer in a thread.", lambda: encoder.calls),
+        }
+        self.registry.register(_Sums(self.families, sums))
+
+    def add_grammars(self, checks: GrammarChecks) -> None:
+        """Have metrics of the grammars of structured outputs from now on."""
+        self._gauge("grammars_waiting", "Requests that wait for the check of their grammar.", lambda: checks.waiting)
+        sums = {
+            f"grammars_{outcome}": (
+                f"Requests whose grammar was {text}.",
+                partial(checks.num_checked.__getitem__, outcome),
+            )
+            for outcome, text in OUTCOMES.items()
         }
         self.registry.register(_Sums(self.families, sums))
 
