@@ -15,7 +15,7 @@ from headway.policy.step.structured_outputs import COMPILED, StructuredOutputs
 
 # JSON texts have their blanks in one way, that of Python's json.dumps: what is not left open costs no step (see
 # engine/grammars.py), and a model that has lost its way cannot write blanks until max_tokens.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=2_000_000,
@@ -47,6 +47,14 @@ def translated(asked: StructuredOutputs) -> tuple[StructuredOutputs, list[str]]:
     except (ValueError, RecursionError) as error:
         many = isinstance(error, RecursionError) or str(error).startswith("recursion limit")
         raise GrammarError("it has too many levels" if many else str(error)) from None
+
+
+def behind(before: str, answer: StructuredOutputs) -> StructuredOutputs:
+    """A grammar in the library's form, after what a Lark grammar has before its `@answer`."""
+    text = answer.text
+    (first, *others) = json.loads(text)["grammars"] if text.lstrip().startswith("{") else [{"lark_grammar": text}]
+    grammars = [{"lark_grammar": before}, {**first, "name": "answer"}, *others]
+    return StructuredOutputs(COMPILED, json.dumps({"grammars": grammars}, ensure_ascii=False))
 
 
 def matcher(grammar: str, vocabulary: LLTokenizer) -> LLMatcher:
@@ -83,7 +91,7 @@ def _of_schema(asked: StructuredOutputs, left_out: list[str]) -> str:
 
 
 def _of_json(schema: str, relaxed: bool = False) -> str:
-    options: Any = {**_SPACING, "lenient": relaxed}
+    options: Any = {**SPACING, "lenient": relaxed}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 

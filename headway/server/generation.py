@@ -43,7 +43,7 @@ class Generation:
         params: the parameters of each prompt, all with the same n.
         terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
-        compiled_ns: when the grammar was that it is held to, if there is one.
+        tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
@@ -62,6 +62,7 @@ class Generation:
         *,
         arrived_ns: int,
         checked_ns: int,
+        tokenized_ns: int = 0,
         compiled_ns: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -96,6 +97,7 @@ class Generation:
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
+        stamps = Stamps(arrived_ns, checked_ns, tokenized_ns=tokenized_ns, compiled_ns=compiled_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
                 request_id=f"{self.id}-{number}",
@@ -111,7 +113,7 @@ class Generation:
                 tenant=terms.tenant,
                 pooling=pooling,
             )
-            self._add(request, prompt, number * one.n, Stamps(arrived_ns, checked_ns, compiled_ns=compiled_ns), keep)
+            self._add(request, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
         # Choices that have not ended for the client, and those that have not ended in the engine.
         self._unfinished = self._unsettled = len(self.choices)

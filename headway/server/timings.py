@@ -28,7 +28,8 @@ class Stamps:
     received_ns: int = 0  # the engine's last output came
     detokenized_ns: int = 0
     detokenizing_ns: int = 0  # a duration: how long it took to turn all tokens into text, most of it outside the chain
-    compiled_ns: int = 0  # the grammar that the answer is held to was checked, after checked_ns
+    tokenized_ns: int = 0  # the prompt was, before the grammar that the answer is held to was checked
+    compiled_ns: int = 0  # that grammar was checked
 
     @property
     def ttft_ns(self) -> int:
@@ -53,6 +54,7 @@ class ChoiceTimings:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.stamps.arrived_ns)
         self.ledger.mark(Phase.RECEIVE, self.stamps.checked_ns)
+        self.ledger.mark(Phase.TOKENIZE, self.stamps.tokenized_ns)
         self.ledger.mark(Phase.GRAMMAR, self.stamps.compiled_ns)
         self.ledger.mark(Phase.TOKENIZE, self.stamps.sent_ns)
         self.ledger.mark_parts({Phase(name): length for name, length in self.engine.phases_ns.items()})

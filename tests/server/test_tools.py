@@ -279,7 +279,11 @@ def _function(**fields: Any) -> list[Any]:
             "one of the tools",
         ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "grammar"),
+        (
+            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "something else",
+        ),
         ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
         ({"chat_template_kwargs": {"tools": [WEATHER]}}, "chat_template_kwargs.tools", "a field of its own"),
         ({"functions": [{"name": "f"}]}, "functions", "tools"),
@@ -355,3 +359,18 @@ def test_every_family_is_found_by_its_signs(name: str) -> None:
         assert (
             found.calls in (CALLS[name], CALLS["llama4_pythonic"]) if name == "openai" else found.calls is CALLS[name]
         )
+
+
+def test_an_answer_is_held_to_its_schema_behind_what_the_model_thinks(
+    asker: openai.OpenAI, engine: FakeEngine, start_server: StartServer, tokenizer: Tokenizer
+) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}, "strict": True}}
+    says(engine, tokenizer, "<think>Hm.</think>1")
+    answer: Any = asker.chat.completions.create(model=MODEL, messages=ASKED, response_format=schema)
+    assert (answer.choices[0].message.content, answer.choices[0].message.reasoning_content) == ("1", "Hm.")
+    held = engine.requests[-1].params.structured_outputs
+    assert held is not None and "@answer" in held.text and "<think>" in held.text
+    plain = start_server(template=ChatTemplate(TEMPLATE, {}), reasoning_parser="none")
+    plain.post("/v1/chat/completions", messages=ASKED, response_format=schema)
+    held = engine.requests[-1].params.structured_outputs
+    assert held is not None and "@answer" not in held.text

@@ -19,8 +19,7 @@ from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
-from headway.policy.step.structured_outputs import StructuredOutputs
-from headway.server.api import responses
+from headway.server.api import held, responses
 from headway.server.api.answers import Answer
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
@@ -42,8 +41,7 @@ from headway.server.api.schemas import (
     TokenizeChat,
     TokenizeText,
 )
-from headway.server.api.serving import RELAXED, Streamed, read, read_unless_full, serve
-from headway.server.api.structures import refused
+from headway.server.api.serving import Streamed, read, read_unless_full, serve
 from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.pacing import Shared
@@ -175,13 +173,15 @@ class Routes:
         service = self._service
         await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
-        checked_ns = compiled_ns = clock()
+        checked_ns, tokenized_ns, compiled_ns = clock(), 0, 0
         with service.counting_refusals(terms.service.name):
-            if params.structured_outputs is not None:
-                params.structured_outputs = await self._checked(request, body, params.structured_outputs)
-                compiled_ns = clock()
             prompts = self._truncated(body, await self._prompts(body), terms.service)
             self._check_prompt_logprobs(prompts, params, body)
+            asked, left_out = held.wanted(service, body, params.structured_outputs, prompts[0])
+            if asked is not None:
+                tokenized_ns = clock()
+                params.structured_outputs = await held.checked(service, request, body, asked, left_out, prompts[0])
+                compiled_ns = clock()
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
             parsed = parsed_choice(service, body, prompts[0]) if isinstance(body, ChatBody) else None
@@ -193,6 +193,7 @@ class Routes:
                 terms,
                 arrived_ns=request.scope[ARRIVED],
                 checked_ns=checked_ns,
+                tokenized_ns=tokenized_ns,
                 compiled_ns=compiled_ns,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
@@ -205,20 +206,6 @@ class Routes:
             )
         answer = shape(generation)
         return answer if body.stream else await answer.whole()
-
-    async def _checked(
-        self, request: Request, body: CompletionBody | ChatBody, asked: StructuredOutputs
-    ) -> StructuredOutputs:
-        """The structured output as the engine takes it; a header says what of a schema is left out.
-
-        Raises:
-            ApiError: 400 where it cannot be had, 429 where too many others wait.
-        """
-        checked = await self._service.grammars.check(asked)
-        if checked.grammar is None:
-            raise refused(body, checked.refusal)
-        request.scope[RELAXED] = ", ".join(checked.left_out)
-        return checked.grammar
 
     def _fitted(
         self,

@@ -74,7 +74,9 @@ class FunctionDefinition(Body):
     )
     description: str | None = said("What it does, for the model.")
     parameters: dict[str, Any] | None = said("The JSON schema of its arguments, an object; default one without any.")
-    strict: bool | None = said("As OpenAI has it; arguments are not held to the schema, so it has no effect.")
+    strict: bool | None = said(
+        "Whether a schema that cannot be kept to the letter is refused where a call is required; default false."
+    )
 
 
 class Tool(Body):
@@ -133,7 +135,6 @@ def offered(
             f"--tool-call-parser and one of {', '.join(CALLS)}",
             "tools",
         )
-    _check_enforced(choice)
     return [_for_template(tool) for tool in tools]
 
 
@@ -145,15 +146,9 @@ def _for_template(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
-def _check_enforced(choice: Any) -> None:
-    """Refuse what only a grammar can keep (headway.text.calls.grammar). Raises ApiError 400."""
-    if choice == "required" or isinstance(choice, dict):
-        said = "'required'" if choice == "required" else "a named tool"
-        raise bad_request(
-            f"tool_choice is {said}, and answers are not held to a grammar; leave it out, or give auto, and tell the "
-            "model in a message to call the tool",
-            "tool_choice",
-        )
+def is_enforced(choice: Any) -> bool:
+    """Whether an answer has to call a tool, which a grammar sees to."""
+    return choice == "required" or isinstance(choice, dict)
 
 
 def _checked_names(tools: Sequence[Tool]) -> set[str]:

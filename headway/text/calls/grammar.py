@@ -66,6 +66,18 @@ def grammar_for(
     return f"start: {_thought(rules, family, is_reasoning)} {whole}\n{rules.text()}{_TERMINALS}"
 
 
+def before_answer(family: Family, is_reasoning: bool, token_ids: Mapping[str, int]) -> str:
+    """The grammar of an answer that is held to another grammar, `@answer`, behind what the model may think before it.
+
+    It is empty where the family knows nothing but the answer. Arguments are as grammar_for() has them.
+    """
+    if family.reasoning is None and not family.is_harmony:
+        return ""
+    rules = _Rules(token_ids)
+    head = rules.literal("<|channel|>", "final", "<|message|>") if family.is_harmony else ""
+    return f"start: {_thought(rules, family, is_reasoning)} {head} @answer\n{rules.text()}{_TERMINALS}"
+
+
 class _Rules:
     """The rules of a grammar, as they are made."""
 

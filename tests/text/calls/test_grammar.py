@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from headway.grammars.compile import behind, translated
+from headway.policy.step.structured_outputs import StructuredOutputs
 from headway.text.calls.families import CALLS, CallFamily, family_of
-from headway.text.calls.grammar import FRAMES, UnsupportedSchema, grammar_for
+from headway.text.calls.grammar import FRAMES, UnsupportedSchema, before_answer, grammar_for
 from headway.text.calls.parser import AnswerParser
 from headway.text.calls.scanner import _pattern
 from tests.text.calls.written import EXACT, WRITTEN, Call, tool_and_call
@@ -64,6 +66,11 @@ class Vocabulary:
     def matcher(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar))
         assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar}"
+        return matcher
+
+    def compiled(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar)
+        assert not matcher.is_error(), matcher.get_error()
         return matcher
 
     def accepts(self, matcher: LLMatcher, text: str) -> bool:
@@ -184,3 +191,26 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_its_keyword(parser: str) -> 
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(UnsupportedSchema, match="tool f: schema keyword pattern"):
         grammar_for(family_of("", parser), [tool])
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_answers_that_are_held_to_something_else_may_be_thought_about(is_special: bool) -> None:
+    schema = StructuredOutputs("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    for parser, thought in (("qwen3", "<think>\nHm {.\n</think>\n\n"), ("none", "")):
+        family = family_of("", "none", parser)
+        vocabulary = Vocabulary(("<think>", "</think>") if is_special else ())
+        for answer, text in ((schema, '{"a": 3}'), (StructuredOutputs("regex", "ab+"), "abb")):
+            held, _ = translated(answer)
+            before = before_answer(family, False, vocabulary.ids)
+            assert bool(before) == (parser == "qwen3")
+            matcher = vocabulary.compiled(behind(before, held).text if before else held.text)
+            assert vocabulary.accepts(matcher, text) and not vocabulary.accepts(matcher, f"so {text}")
+            if thought:
+                assert vocabulary.accepts(matcher, thought + text) and not vocabulary.accepts(matcher, thought)
+                begun = vocabulary.compiled(behind(before_answer(family, True, vocabulary.ids), held).text)
+                assert vocabulary.accepts(begun, thought.removeprefix("<think>") + text)
+                assert not vocabulary.accepts(begun, text)
+    harmony = before_answer(family_of("", "openai"), False, {})
+    matcher = Vocabulary().compiled(behind(harmony, translated(schema)[0]).text)
+    assert Vocabulary().accepts(matcher, '<|channel|>final<|message|>{"a": 3}')
+    assert not Vocabulary().accepts(matcher, '{"a": 3}')
