@@ -227,6 +227,12 @@ def test_reasoning_that_the_prompt_begins(start_server: StartServer, engine: Fak
     server = start_server(template=template)
     message = server.post("/v1/chat/completions", messages=ASKED).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    begun = [*ASKED, {"role": "assistant", "content": "<think>Well,"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    continued = start_server(template=ChatTemplate("{{ messages[-1].content }}", {}), reasoning_parser="think")
+    for messages, thought in ((begun, "Hm."), ([*ASKED, {"role": "assistant", "content": "Well,"}], None)):
+        answer = continued.post("/v1/chat/completions", messages=messages, **options).json()
+        assert answer["choices"][0]["message"].get("reasoning") == thought
     assert server.service.family == family_of(template.source, "none", "think")
 
 

@@ -96,6 +96,16 @@ def _long_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+def begins_in_reasoning(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> bool:
+    """Whether the prompt has begun the reasoning, so that answers begin within it."""
+    reasoning = service.family.reasoning
+    if reasoning is None:
+        return False
+    if body.continue_final_message:
+        return reasoning.is_open(str(body.messages[-1].content))
+    return reasoning.is_begun(service.tokenizer.decode(prompt.token_ids[-CONTEXT_TOKENS:], False))
+
+
 def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> Callable[..., ServedChoice] | None:
     """What makes the choices of a checked request; None where its answers are nothing but text."""
     family = service.family
@@ -103,23 +113,16 @@ def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> 
     if family.is_plain and not is_offered:
         return None
     tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()} if is_offered else None
-    tokenizer, reasoning = service.tokenizer, family.reasoning
-    if reasoning is None:
-        is_reasoning = False
-    elif body.continue_final_message:
-        is_reasoning = reasoning.is_open(str(body.messages[-1].content))
-    else:
-        is_reasoning = reasoning.is_begun(tokenizer.decode(prompt.token_ids[-CONTEXT_TOKENS:], False))
     make_parser = partial(
         AnswerParser,
         family,
         tools,
-        is_reasoning=is_reasoning,
+        is_reasoning=begins_in_reasoning(service, body, prompt),
         most_calls=1 if body.parallel_tool_calls is False else math.inf,
     )
     make_id = _short_id if family.calls is not None and family.calls.short_ids else _long_id
     tags = family.tags if is_offered else family.tags_without_calls
-    shown = tokenizer.special_ids.intersection(map(tokenizer.backend.token_to_id, tags))
+    shown = frozenset(service.tag_ids[tag] for tag in tags if tag in service.tag_ids)
     return partial(ParsedChoice, make_parser=make_parser, make_id=make_id, shown=shown)
 
 
