@@ -221,6 +221,17 @@ def test_what_is_no_call_is_content(asker: openai.OpenAI, engine: FakeEngine, to
     assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (text, "stop", None)
 
 
+def test_metrics_tell_what_came_of_calls(
+    served: LiveServer, asker: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    says(engine, tokenizer, ANSWER, "Text.", "<tool_call>none</tool_call>", CALL.removesuffix("}}\n</tool_call>"))
+    for _ in range(4):
+        asker.chat.completions.create(model=MODEL, messages=ASKED, tools=[WEATHER])
+    lines = [line for line in served.client.get("/metrics").text.splitlines() if line.startswith("headway:tool_calls")]
+    found = {line.partition('result="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
+    assert found == {"complete": 2, "malformed": 1, "broken": 1}
+
+
 def test_reasoning_that_the_prompt_begins(start_server: StartServer, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{{ messages[0].content.split('</think>')[0] }}<think>\n", {})
     says(engine, tokenizer, "Hm.\n</think>\n\nYes.")

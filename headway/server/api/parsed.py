@@ -61,10 +61,12 @@ class ParsedChoice(ServedChoice):
     Args:
         make_parser: makes its parser.
         make_id: makes ids for calls to which the model gives none.
+        on_calls: told of the parser's outcome at the end.
     """
 
     make_parser: Callable[[], AnswerParser]
     make_id: Callable[[], str]
+    on_calls: Callable[[int, int, int], None]
     events: list[Event] = field(default_factory=list)  # all, where the choice keeps what came
     parser: AnswerParser = field(init=False)
     _listening: _Listening = field(init=False)
@@ -82,6 +84,7 @@ class ParsedChoice(ServedChoice):
         piece = ServedChoice.take(self, output)
         if piece.finish_reason is not None:
             self.parser.finish()
+            self.on_calls(*self.parser.outcome)
         piece.events = self.parser.take()
         if self.keep:
             self.events += piece.events
@@ -123,7 +126,9 @@ def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> 
     make_id = _short_id if family.calls is not None and family.calls.short_ids else _long_id
     tags = family.tags if is_offered else family.tags_without_calls
     shown = frozenset(service.tag_ids[tag] for tag in tags if tag in service.tag_ids)
-    return partial(ParsedChoice, make_parser=make_parser, make_id=make_id, shown=shown)
+    return partial(
+        ParsedChoice, make_parser=make_parser, make_id=make_id, on_calls=service.metrics.on_calls, shown=shown
+    )
 
 
 class ParsedChatAnswer(ChatAnswer):
