@@ -66,8 +66,6 @@ class AnswerParser:
         """The answer has ended."""
         self._scan.ended = True
         self._advance()
-        if self._out.is_open:
-            self._out.end(complete=False)
         self._out.finish()
 
     def take(self) -> list[Event]:
