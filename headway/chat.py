@@ -95,36 +95,42 @@ class Conversation:
         return [each for each in found if isinstance(each, dict) and "id" in each] if isinstance(found, list) else []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Pieces of the answer as they come; `timings` tells of it at the end. Raises ChatError."""
+        """Pieces of the reasoning and the answer as they come; `timings` tells of them at the end. Raises ChatError."""
         messages = [*self.messages, {"role": "user", "content": text}]
         body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True, **self._options}
         body["stream_options"] = {"include_usage": True}
         if self._has_ledger:
             body["include_timings"] = True
-        self.timings, began, pieces = Timings(), time.monotonic(), []
+        self.timings, began, pieces, thinks = Timings(), time.monotonic(), [], False
         with self._open("/v1/chat/completions", body) as stream:
             for event in _events(stream):
                 if (error := event.get("error")) is not None:
                     raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))
-                if piece := self._take(event, time.monotonic() - began):
+                thought, piece = self._take(event, time.monotonic() - began)
+                if thought:
+                    thinks = True
+                    yield thought
+                if piece:
                     pieces.append(piece)
-                    yield piece
+                    yield "\n\n" + piece if thinks else piece
+                    thinks = False
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
-    def _take(self, event: dict[str, Any], now_s: float) -> str:
-        """The text of an event; what it says of times and tokens is kept."""
+    def _take(self, event: dict[str, Any], now_s: float) -> tuple[str, str]:
+        """Reasoning and text of an event; what it says of times and tokens is kept."""
         timings = self.timings
         if ledger := event.get("timings"):
             timings.phases_ms = {name: ns / 1e6 for name, ns in ledger["phases_ns"].items()}
             timings.stream_s = (ledger["e2e_ns"] - ledger["ttft_ns"]) / 1e9
         choices = event.get("choices") or []
-        piece = str(choices[0].get("delta", {}).get("content") or "") if choices else ""
-        if piece:
+        delta = choices[0].get("delta", {}) if choices else {}
+        thought, piece = str(delta.get("reasoning") or delta.get("reasoning_content") or ""), delta.get("content") or ""
+        if thought or piece:
             timings.first_s, timings.whole_s = timings.first_s or now_s, now_s
             timings.tokens += 1
         if usage := event.get("usage"):
             timings.tokens = usage.get("completion_tokens") or timings.tokens
-        return piece
+        return thought, str(piece)
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}

@@ -61,6 +61,8 @@ class Service:
         self.settings = settings
         source = "" if template is None else template.source
         self.family = family_of(source, settings.tool_call_parser, settings.reasoning_parser)
+        # Its tags that are special tokens.
+        self.tag_ids = tokenizer.special_ids_of(self.family.tags)
         self.defaults = {} if settings.generation_config == "none" else server_defaults(tokenizer.generation_config)
         self.bodies = BodyReader(settings.max_body_size)
         self.text_work = TextWork(settings.max_queued_text)

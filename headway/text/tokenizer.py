@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +142,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         token = self.special_tokens.get("bos_token")
         return None if token is None else self.backend.token_to_id(token)
+
+    def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of some texts that are special tokens, with their ids."""
+        found = {text: self.backend.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in found.items() if token_id in self.special_ids}
 
     def end_with(self, token: str) -> None:
         """Have this token end a text too, where the vocabulary has it."""

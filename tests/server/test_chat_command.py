@@ -53,6 +53,18 @@ def test_one_message_and_its_timings(headway: Headway, server: LiveServer, engin
     assert (params.max_tokens, params.temperature) == (50, 0.5)
 
 
+def test_reasoning_is_shown_and_is_no_part_of_the_conversation(
+    headway: Headway, start_server: Callable[..., LiveServer], engine: FakeEngine
+) -> None:
+    server = start_server(reasoning_parser="think")
+    said = ("<think>Who is it?</think>Good day!", "Bye.")
+    engine.reply = lambda request, index: engine.tokenizer.encode(said[len(engine.requests) - 1])
+    code, out, _ = headway("chat", server.url, typed="Hello\nBye\n")
+    assert code == 0 and "Who is it?\n\nGood day!" in out
+    prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids, False)
+    assert "assistant\nGood day!<|im_end|>" in prompt and "Who" not in prompt
+
+
 def test_the_address_is_taken_in_every_spelling(headway: Headway, server: LiveServer) -> None:
     bare = server.url.removeprefix("http://")
     for address in ((bare,), (f"{bare}/v1",), ("--base-url", server.url), ("--base-url", bare)):

@@ -221,12 +221,29 @@ def test_what_is_no_call_is_content(asker: openai.OpenAI, engine: FakeEngine, to
     assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (text, "stop", None)
 
 
+def test_metrics_tell_what_came_of_calls(
+    served: LiveServer, asker: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    says(engine, tokenizer, ANSWER, "Text.", "<tool_call>none</tool_call>", CALL.removesuffix("}}\n</tool_call>"))
+    for _ in range(4):
+        asker.chat.completions.create(model=MODEL, messages=ASKED, tools=[WEATHER])
+    lines = [line for line in served.client.get("/metrics").text.splitlines() if line.startswith("headway:tool_calls")]
+    found = {line.partition('result="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
+    assert found == {"complete": 2, "malformed": 1, "broken": 1}
+
+
 def test_reasoning_that_the_prompt_begins(start_server: StartServer, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{{ messages[0].content.split('</think>')[0] }}<think>\n", {})
     says(engine, tokenizer, "Hm.\n</think>\n\nYes.")
     server = start_server(template=template)
     message = server.post("/v1/chat/completions", messages=ASKED).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    begun = [*ASKED, {"role": "assistant", "content": "<think>Well,"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    continued = start_server(template=ChatTemplate("{{ messages[-1].content }}", {}), reasoning_parser="think")
+    for messages, thought in ((begun, "Hm."), ([*ASKED, {"role": "assistant", "content": "Well,"}], None)):
+        answer = continued.post("/v1/chat/completions", messages=messages, **options).json()
+        assert answer["choices"][0]["message"].get("reasoning") == thought
     assert server.service.family == family_of(template.source, "none", "think")
 
 

@@ -8,7 +8,7 @@ from headway.grammars.compile import SPACING, behind
 from headway.grammars.schema import UnsupportedSchema, check_schema
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.step.structured_outputs import StructuredOutputs
-from headway.server.api.parsed import is_reasoning
+from headway.server.api.parsed import begins_in_reasoning
 from headway.server.api.schemas import ChatBody, CompletionBody
 from headway.server.api.serving import RELAXED
 from headway.server.api.structures import refused
@@ -39,7 +39,7 @@ def wanted(
             service.family,
             tools,
             body.tool_choice,
-            is_reasoning=is_reasoning(service, body, prompt),
+            is_reasoning=begins_in_reasoning(service, body, prompt),
             parallel=body.parallel_tool_calls is not False,
             token_ids=_special(service),
         )
@@ -69,7 +69,7 @@ async def checked(
     request.scope[RELAXED] = ", ".join([*left_out, *found.left_out])
     if not isinstance(body, ChatBody) or is_enforced(body.tool_choice):
         return found.grammar
-    before = calls.before_answer(service.family, is_reasoning(service, body, prompt), _special(service))
+    before = calls.before_answer(service.family, begins_in_reasoning(service, body, prompt), _special(service))
     return behind(before, found.grammar) if before else found.grammar
 
 

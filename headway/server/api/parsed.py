@@ -61,10 +61,12 @@ class ParsedChoice(ServedChoice):
     Args:
         make_parser: makes its parser.
         make_id: makes ids for calls to which the model gives none.
+        on_calls: told of the parser's outcome at the end.
     """
 
     make_parser: Callable[[], AnswerParser]
     make_id: Callable[[], str]
+    on_calls: Callable[[int, int, int], None]
     events: list[Event] = field(default_factory=list)  # all, where the choice keeps what came
     parser: AnswerParser = field(init=False)
     _listening: _Listening = field(init=False)
@@ -82,6 +84,7 @@ class ParsedChoice(ServedChoice):
         piece = ServedChoice.take(self, output)
         if piece.finish_reason is not None:
             self.parser.finish()
+            self.on_calls(*self.parser.outcome)
         piece.events = self.parser.take()
         if self.keep:
             self.events += piece.events
@@ -96,8 +99,8 @@ def _long_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def is_reasoning(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> bool:
-    """Whether the prompt has begun the reasoning, so that the answer goes on with it."""
+def begins_in_reasoning(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> bool:
+    """Whether the prompt has begun the reasoning, so that answers begin within it."""
     reasoning = service.family.reasoning
     if reasoning is None:
         return False
@@ -113,18 +116,19 @@ def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> 
     if family.is_plain and not is_offered:
         return None
     tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()} if is_offered else None
-    tokenizer = service.tokenizer
     make_parser = partial(
         AnswerParser,
         family,
         tools,
-        is_reasoning=is_reasoning(service, body, prompt),
+        is_reasoning=begins_in_reasoning(service, body, prompt),
         most_calls=1 if body.parallel_tool_calls is False else math.inf,
     )
     make_id = _short_id if family.calls is not None and family.calls.short_ids else _long_id
     tags = family.tags if is_offered else family.tags_without_calls
-    shown = tokenizer.special_ids.intersection(map(tokenizer.backend.token_to_id, tags))
-    return partial(ParsedChoice, make_parser=make_parser, make_id=make_id, shown=shown)
+    shown = frozenset(service.tag_ids[tag] for tag in tags if tag in service.tag_ids)
+    return partial(
+        ParsedChoice, make_parser=make_parser, make_id=make_id, on_calls=service.metrics.on_calls, shown=shown
+    )
 
 
 class ParsedChatAnswer(ChatAnswer):

@@ -107,6 +107,7 @@ class Metrics:
         self._gauge("engine_hangs", "Of these restarts, those as no step ended.", lambda: engine.hangs)
         reloads = "Reloads of the files of classes and tenants, by result."
         self._reloads = self._by("result", Counter, "service_class_reloads", reloads)
+        self._calls = self._by("result", Counter, "tool_calls", "Calls of tools in answers, by what came of them.")
         self._startup = self._by("stage", Gauge, "startup_seconds", "Start-up time by stage.")
 
     def _by(self, label: str, kind: type[M], name: str, text: str) -> M:
@@ -214,6 +215,12 @@ class Metrics:
     def on_ready(self, ready: Ready) -> None:
         for stage, length in ready.startup_ns.items():
             self._startup.labels(*self._labels, stage).set(length * NS)
+
+    def on_calls(self, complete: int, broken: int, malformed: int) -> None:
+        """Count the calls of a choice, and whether it has text that was to be one."""
+        for result, count in (("complete", complete), ("broken", broken), ("malformed", malformed)):
+            if count:
+                self._calls.labels(*self._labels, result).inc(count)
 
     def on_reload(self, result: str) -> None:
         """Count that the file of service classes was read again: `done`, or `failed` where it was wrong."""

@@ -67,6 +67,8 @@ class Writer:
     Attributes:
         is_reasoning: what comes belongs to the reasoning.
         is_open: a call has begun and has not ended.
+        num_calls, num_broken: calls that have ended, and those of them that broke off.
+        is_malformed: there was text where a call was expected.
     """
 
     def __init__(self, scanner: Scanner, tools: Mapping[str, Any] | None, most_calls: float) -> None:
@@ -79,7 +81,8 @@ class Writer:
         self._has_content = self._has_reasoning = False
         self._joins = False  # reasoning that comes is a further one
         self._has_arguments = False
-        self.num_calls = 0
+        self.num_calls = self.num_broken = 0
+        self.is_malformed = False
         self.is_reasoning = False
         self.is_open = False
 
@@ -111,6 +114,7 @@ class Writer:
         if kind == "reasoning" and self._joins:
             kept, self._joins = "\n" + kept, False
         self._at_edge = False
+        self.is_malformed |= malformed
         self._has_content |= kind == "content"
         self._has_reasoning |= kind == "reasoning"
         self._add(Text(kind, kept, malformed))
@@ -165,5 +169,6 @@ class Writer:
         if self.num_calls < self._most:
             self._add(CallEnd(self.num_calls, complete))
         self.num_calls += 1
+        self.num_broken += not complete
         self.is_open = False
         self._scanner.mark()

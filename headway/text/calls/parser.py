@@ -51,6 +51,12 @@ class AnswerParser:
         """Calls that have ended."""
         return self._out.num_calls
 
+    @property
+    def outcome(self) -> tuple[int, int, int]:
+        """Calls that are complete, calls that broke off, and 1 where there was text in place of a call."""
+        broken = self._out.num_broken
+        return self._out.num_calls - broken, broken, int(self._out.is_malformed)
+
     def push(self, text: str) -> None:
         """Take what comes next."""
         self._scan.push(text)
@@ -60,8 +66,6 @@ class AnswerParser:
         """The answer has ended."""
         self._scan.ended = True
         self._advance()
-        if self._out.is_open:
-            self._out.end(complete=False)
         self._out.finish()
 
     def take(self) -> list[Event]:

@@ -31,6 +31,12 @@ def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
 
 
+@lru_cache(maxsize=256)
+def _firsts(tags: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """The characters with which tags begin, and the length of the longest."""
+    return frozenset(tag[0] for tag in tags), max(map(len, tags), default=0)
+
+
 class Scanner:
     """The text that has come and was not read yet.
 
@@ -135,11 +141,13 @@ class Scanner:
 
     def _possible(self, tags: tuple[str, ...]) -> int:
         """Where the text that has come ends with the beginning of a tag; its length where it does not."""
-        size = len(self._text)
-        for at in range(max(self._at, size - max(map(len, tags), default=0) + 1), size):
-            rest = self._text[at:]
-            if any(len(tag) > len(rest) and tag.startswith(rest) for tag in tags):
-                return at
+        text, size = self._text, len(self._text)
+        firsts, longest = _firsts(tags)
+        for at in range(max(self._at, size - longest + 1), size):
+            if text[at] in firsts:
+                rest = text[at:]
+                if any(len(tag) > len(rest) and tag.startswith(rest) for tag in tags):
+                    return at
         return size
 
     def before(self, stops: Collection[str], most: int = 1024) -> Reading[str]:

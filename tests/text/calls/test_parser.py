@@ -101,6 +101,124 @@ def test_calls_of_any_tool_come_back_as_they_were_written(way: str) -> None:
 FILLERS = ('{"a": "b', '{"arguments": {"x": "', "[" * 8, "<" * 8, "(" * 8, "\\" * 8, "   \n ")
 
 
+CITY = '{"name": "get", "arguments": {"city": "Rome"}}'
+CASES = {
+    # name: parsers, text, content, reasoning, calls (an incomplete one ends with "...")
+    "spaces around belong to the syntax": (
+        ("hermes", "think"),
+        f"\n<think>\n One. \n</think>\n\n Two. \n<tool_call>\n{CITY}\n</tool_call>\n",
+        ("Two.", "One.", ['get {"city": "Rome"}']),
+    ),
+    "text between calls and behind": (
+        ("hermes", "none"),
+        f"A\n<tool_call>{CITY}</tool_call>\nB\n<tool_call>{CITY}</tool_call>\nC\n",
+        ("A\nB\nC\n", "", ['get {"city": "Rome"}'] * 2),
+    ),
+    "a text that ends with spaces": (("hermes", "think"), " Two.\n\n", (" Two.\n\n", "", [])),
+    "a tag in a text is no reasoning": (("hermes", "think"), "Use <think>.", ("Use <think>.", "", [])),
+    "reasoning without an end": (("hermes", "think"), "<think>Hm.\n", ("", "Hm.", [])),
+    "no name": (("hermes", "none"), '<tool_call>{"arguments": {}}</tool_call>', (None, "", [])),
+    "nothing but a name": (("hermes", "none"), '<tool_call>{"name": "noop"}</tool_call>', ("", "", ["noop {}"])),
+    "null for arguments": (
+        ("hermes", "none"),
+        '<tool_call>{"name": "noop", "arguments": null}</tool_call>',
+        ("", "", ["noop {}"]),
+    ),
+    "arguments as a text": (
+        ("hermes", "none"),
+        '<tool_call>{"name": "get", "arguments": "{\\"city\\": 5}"}</tool_call>',
+        ("", "", ['get {"city": 5}']),
+    ),
+    "a call within function": (
+        ("hermes", "none"),
+        f'<tool_call>{{"type": "function", "function": {CITY}}}</tool_call>',
+        ("", "", ['get {"city": "Rome"}']),
+    ),
+    "no last bracket": (("hermes", "none"), f"<tool_call>{CITY[:-1]}</tool_call>", ("", "", ['get {"city": "Rome"}'])),
+    "a bracket too many": (("hermes", "none"), f"<tool_call>{CITY}}}</tool_call>", ("}", "", ['get {"city": "Rome"}'])),
+    "no end tag": (("hermes", "none"), f"<tool_call>{CITY}", ("", "", ['get {"city": "Rome"}'])),
+    "cut off in the arguments": (("hermes", "none"), f"<tool_call>{CITY[:-5]}", ("", "", ['get {"city": "Ro...'])),
+    "brackets that do not match": (
+        ("hermes", "none"),
+        '<tool_call>{"name": "get", "arguments": {"o": [1}}}</tool_call>',
+        ("}}}</tool_call>", "", ['get {"o": [1...']),
+    ),
+    "JSON that is no call": (
+        ("llama3_json", "none"),
+        '{"name": "Bob", "age": 5}',
+        ('{"name": "Bob", "age": 5}', "", []),
+    ),
+    "a list that is no call": (("pythonic", "none"), "[see](http://x)", ("[see](http://x)", "", [])),
+    "arguments by position": (
+        ("pythonic", "none"),
+        "[get('Rome', 5, o=True)]",
+        ("", "", ["get " + '{"city": "Rome", "n": 5, "o": true}']),
+    ),
+    "escapes of Python": (
+        ("pythonic", "none"),
+        r"""[get(city='\x41\u00e9\n\'\f\q\ud83d')]""",
+        ("", "", ['get {"city": "A\\u00e9\\n\'\\f\\\\q\\ud83d"}']),
+    ),
+    "numbers of Python": (
+        ("pythonic", "none"),
+        "[get(n=1_000, o=[.5, 0x10, -3., 1.50])]",
+        ("", "", ['get {"n": 1000, "o": [0.5, 16, -3.0, 1.50]}']),
+    ),
+    "no literal": (("pythonic", "none"), "[get(n=x)]", (")]", "", ['get {"n": ...'])),
+    "types by the schema": (
+        ("glm45", "none"),
+        (
+            "<tool_call>get<arg_key>city</arg_key><arg_value>5</arg_value><arg_key>n</arg_key><arg_value>5</arg_value>"
+            "<arg_key>o</arg_key><arg_value>{'a': None}</arg_value></tool_call>"
+        ),
+        ("", "", ['get {"city": "5", "n": 5, "o": "{\'a\': None}"}']),
+    ),
+    "a call ends the reasoning": (
+        ("kimi_k2", "kimi_k2"),
+        (
+            "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.noop:0<|tool_call_argument_begin|>{}"
+            "<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+        ("", "Hm.", ["noop {}"]),
+    ),
+    "messages of harmony": (
+        ("openai", "openai"),
+        (
+            " to=functions.noop<|channel|>commentary json<|message|>{}<|call|><|start|>assistant<|channel|>analysis"
+            "<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant"
+            "<|channel|>commentary<|message|>Then <|end|><|start|>assistant<|channel|>final<|message|>done.<|return|>"
+        ),
+        ("Then done.", "One.\nTwo.", ["noop {}"]),
+    ),
+    "an answer in tags": (
+        ("hunyuan_a13b", "hunyuan_a13b"),
+        "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>",
+        ("Yes.", "Hm.", []),
+    ),
+    "reasoning in words": (
+        ("granite", "granite"),
+        "Here is my thought process: Hm. Here is my response: Yes.",
+        ("Yes.", "Hm.", []),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_comes_of_an_answer(case: str) -> None:
+    parsers, text, (content, reasoning, calls) = CASES[case]
+    events = parsed(family_of("", *parsers), text)
+    found, ends = [], [event for event in events if isinstance(event, CallEnd)]
+    for end in ends:
+        name = next(event.name for event in events if isinstance(event, CallBegin) and event.index == end.index)
+        pieces = (event.text for event in events if isinstance(event, Arguments) and event.index == end.index)
+        found.append(f"{name} {''.join(pieces)}" + ("" if end.complete else "..."))
+    assert (texts_of(events), texts_of(events, "reasoning"), found) == (
+        text if content is None else content,
+        reasoning,
+        calls,
+    )
+
+
 # --- whatever a model writes ---------------------------------------------------------------------------
 
 _JSON_PARTS = ['{"name": "get", ', '"arguments": {', '"city": "a"', "}", "{", "[", "]", '"', "\\", ",", ":", "5", "get"]
