@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.quotas import Charge
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
+from headway.server.traces import Traced, TraceParent, parent_in
 
 T = TypeVar("T")
 OnPiece = Callable[[ServedChoice, Piece], None]
@@ -46,6 +47,7 @@ class Generation:
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
+        operation, headers: what OpenTelemetry calls the request, and its headers, for its trace.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
     """
 
@@ -66,6 +68,8 @@ class Generation:
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
         prompt_only: bool = False,
+        operation: str = "text_completion",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
@@ -75,6 +79,8 @@ class Generation:
         self._metrics = service.metrics
         self._include_timings = include_timings
         self._pooling = pooling
+        self._operation = operation
+        self._trace = parent_in(headers or {}) if service.tracer is not None else None
         self._prompt_only = prompt_only
         self._aborted: ApiError | None = None
         self._failed = False
@@ -358,3 +364,30 @@ class Generation:
                 choice.timings,
                 self.terms,
             )
+            if self._trace is not None:
+                self._tell_trace(self._trace, choice)
+
+    def _tell_trace(self, parent: TraceParent, choice: ServedChoice) -> None:
+        tracer, reason = self._service.tracer, choice.finish_reason or "abort"
+        if tracer is None:
+            return
+        failed = self._failed or reason not in ("stop", "length", "abort")
+        tracer.ended(
+            Traced(
+                parent,
+                self.id,
+                self._operation,
+                self._service.settings.served_model_names[0],
+                choice.index,
+                reason,
+                choice.stamps,
+                choice.timings,
+                len(choice.prompt.token_ids),
+                choice.cached_tokens,
+                choice.num_tokens,
+                choice.params,
+                self.terms,
+                clock(),
+                reason if failed else "",
+            )
+        )

@@ -30,6 +30,7 @@ from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
+from headway.server.traces import tracer_of
 from headway.text.chat_template import ChatTemplate
 from headway.text.known_texts import KnownTexts, safe_cuts
 from headway.text.process import TextProcess
@@ -90,6 +91,7 @@ class Service:
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
         self.activity = Activity(engine)
+        self.tracer = tracer_of(settings.otlp_endpoint, settings.trace_sample)
         engine.subscribe(self.metrics.on_step)
         engine.subscribe(self.activity.on_step)
 
@@ -245,6 +247,8 @@ class Service:
         for task in list(self._background):
             task.cancel()
         await self.engine.stop()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
         self.text_process.close()
         self.grammars.close()
         self.text_work.close()

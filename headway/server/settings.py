@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,20 @@ from headway.config_files.classes import ClassFile, read_class_file
 from headway.config_files.preload import NamedPrompt, read_preload_file
 from headway.config_files.tenants import TenantFile, read_tenant_file
 from headway.flags import Flag, limit, listed, said, size
+
+
+def collector(text: str) -> str:
+    """The address of an OpenTelemetry collector.
+
+    Raises:
+        ValueError: it is none, or the package that spans need is missing.
+    """
+    if not re.match(r"https?://[^/]+", text):
+        raise ValueError(f"{text!r} is no address; give one like http://localhost:4318")
+    if importlib.util.find_spec("google.protobuf") is None:
+        raise ValueError("it needs the package opentelemetry-proto; install headway[otel]")
+    return text
+
 
 _flag = functools.partial(Flag, panel="Server")
 _size = functools.partial(_flag, parse=size, metavar="SIZE")
@@ -165,6 +181,20 @@ class ServerSettings:
     priority_allowed: bool = False
     root: str = ""
     metrics_prefix: Annotated[str, _flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
+    otlp_endpoint: Annotated[
+        str | None,
+        _flag(
+            "Send a trace of each request to this OpenTelemetry collector (OTLP over HTTP), such as "
+            "http://localhost:4318.",
+            parse=collector,
+            metavar="URL",
+            envvar=("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        ),
+    ] = None
+    trace_sample: Annotated[
+        float,
+        _flag("Share of requests that are traced; who missed an objective or failed always is.", min=0.0, max=1.0),
+    ] = 1.0
     log_level: Annotated[
         str, _flag("Log level; info logs each request but plain probes.", choices=("debug", "info", "warning", "error"))
     ] = "info"

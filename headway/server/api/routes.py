@@ -166,6 +166,8 @@ class Routes:
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+                operation="chat" if isinstance(body, ChatBody) else "text_completion",
+                headers=request.headers,
             )
         model = body.model or service.settings.served_model_names[0]
         answer: Answer

@@ -251,6 +251,8 @@ class VectorRoutes:
                 cache_salt=body.cache_salt,
                 include_timings=body.include_timings,
                 pooling=params,
+                operation="embeddings",
+                headers=request.headers,
             )
 
     async def _answer(self, body: RequestBody, generation: Generation, encode: Callable[[], bytes]) -> Response:
