@@ -4,9 +4,9 @@
 
 All in one process, on the bundled model unless another is named. A round measures each kind of batch, one right after
 the other, and ratios are of neighbours: a shared machine drifts by more than the kinds differ. Each number is the
-median of its rounds. Printed are milliseconds of a step in which all sequences decode, at batch 1 and 16; the share of
-constrained draws that had to be repeated, because their mask was late; and the time between two tokens of one free
-stream beside 15 others, free or constrained.
+median of its rounds. Printed are milliseconds of decoding for each token of a sequence, at batch 1 and 16, and of a
+step; the share of constrained draws that had to be repeated, because their mask was late; and the time between two
+tokens of one free stream beside 15 others, free or constrained.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Bench:
         """Run a sequence for each of these.
 
         Returns:
-            milliseconds of each step in which all decode; those between two tokens of the first; and the share of draws
-            of which nothing came.
+            milliseconds of each step after the first; those between two tokens of the first sequence; and the share of
+            draws of which nothing came.
         """
         names = [next(self._names) for _ in asked]
         for seed, (name, each) in enumerate(zip(names, asked, strict=True)):
@@ -71,7 +71,7 @@ class Bench:
             began = time.perf_counter()
             outputs = self._core.step().outputs
             now_ms = time.perf_counter() * 1e3
-            if len(outputs) == len(asked):
+            if outputs:
                 steps.append(now_ms - began * 1e3)
             for output in outputs:
                 draws, late = draws + 1, late + (not output.token_ids)
@@ -79,7 +79,7 @@ class Bench:
                     if last_ms:
                         between.append(now_ms - last_ms)
                     last_ms = now_ms
-        return steps[2:], between[2:], late / max(1, draws)
+        return steps[1:], between[2:], late / max(1, draws)
 
 
 def main() -> None:
@@ -101,16 +101,19 @@ def main() -> None:
     bench, grammar = Bench(llm, options.tokens), translated(StructuredOutputs.of(GRAMMARS[options.grammar]))[0]
     bench.times([grammar, None])  # the grammar is compiled, and what it explores first is known
     print(f"{options.model}, {options.grammar}, {options.rounds} rounds of {options.tokens} tokens\n")
-    print("batch  free ms  constrained ms  ratio  late draws")
+    print("batch  free ms  constrained ms  ratio  of a step  late draws")
     for size in BATCHES:
-        free, held, late = list[float](), list[float](), list[float]()
+        free, held, late, longer = (list[float]() for _ in range(4))
         for _ in range(options.rounds):
-            free.append(median(bench.times([None] * size)[0]))
+            before, _, _ = bench.times([None] * size)
             steps, _, share = bench.times([grammar] * size)
-            held.append(median(steps))
+            free.append(sum(before) / (options.tokens - 1))
+            held.append(sum(steps) / (options.tokens - 1))
+            longer.append(median(steps) / median(before))
             late.append(share)
         ratio = median(b / a for a, b in zip(free, held, strict=True))
-        print(f"{size:>5}  {median(free):>7.3f}  {median(held):>14.3f}  {ratio:>5.3f}  {median(late):>10.2%}")
+        numbers = f"{median(free):>7.3f}  {median(held):>14.3f}  {ratio:>5.3f}  {median(longer):>9.3f}"
+        print(f"{size:>5}  {numbers}  {median(late):>10.2%}")
     pairs = list[tuple[list[float], list[float]]]()
     for _ in range(options.rounds):
         pairs.append((bench.times([None] * 16)[1], bench.times([None, *[grammar] * 15])[1]))

@@ -33,6 +33,7 @@ SLOW_S = 0.002  # a state that took longer has a thread for itself the next time
 # How long a draw waits for masks. Where all its rows have grammars, there is nobody to delay.
 LATE_S, LATE_ALONE_S = 0.004, 0.1
 FORESEEN_S = 0.004  # how long a step waits to know what has to follow its tokens
+SELDOM = 8  # after so many steps that foresaw nothing, only one in so many looks
 MOST_FORCED = 16  # tokens of one sequence that are drafts in one step
 MOST_S = 5.0  # a mask that takes longer ends its answer
 _NICENESS = 10
@@ -51,6 +52,7 @@ class _State:
         is_slow: the last ones took long, or there were none.
         forced: tokens that have to come next.
         moving: moves the matcher on, to find these.
+        unforced: steps in a row after which there were none.
     """
 
     grammar: str
@@ -63,6 +65,7 @@ class _State:
     is_slow: bool = True
     forced: list[int] = field(default_factory=list)
     moving: Future[None] | None = None
+    unforced: int = 0
 
 
 @dataclass(slots=True)
@@ -186,7 +189,9 @@ class Grammars:
                 if state is None:
                     return {}
                 new = drawn.get(item.seq_id)
-                if new and state.matcher is not None and not state.is_awaited and not sequence.params.penalises:
+                state.unforced += 1
+                is_due = state.unforced < SELDOM or state.unforced % SELDOM == 0
+                if new and is_due and state.matcher and not state.is_awaited and not sequence.params.penalises:
                     tasks.append((state, item.seq_id, new))
         jobs = list[Future[None]]()
         for at in range(0, len(tasks), TOGETHER):
@@ -263,6 +268,8 @@ def _move_on(tasks: list[tuple[_State, int, list[int]]]) -> None:
         if state.matcher is not None and state.matcher.consume_tokens(new):
             state.consumed += len(new)
             state.forced = state.matcher.compute_ff_tokens()
+            if state.forced:
+                state.unforced = 0
 
 
 def _drafts_of(item: ScheduledSequence) -> list[int]:

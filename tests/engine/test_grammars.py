@@ -288,7 +288,12 @@ def test_forbid_keeps_rows_without_a_mask() -> None:
 
 def test_forced_tokens_cost_no_steps_and_change_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"a_long_name_of_a_property_{i}" for i in range(4)]
-    schema = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": names}
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
     held = [wanted(seed, structured_outputs={"json": schema}, max_tokens=200) for seed in range(3)]
     free = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
     steps, run = 0, llm.engine.core.executor.run
