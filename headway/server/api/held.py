@@ -41,7 +41,7 @@ def wanted(
             body.tool_choice,
             is_reasoning=begins_in_reasoning(service, body, prompt),
             parallel=body.parallel_tool_calls is not False,
-            token_ids=_special(service),
+            token_ids=service.tokenizer.special_ids_of(service.family.tags),
         )
     except calls.UnsupportedSchema as error:
         raise bad_request(str(error), "tools") from None
@@ -69,7 +69,11 @@ async def checked(
     request.scope[RELAXED] = ", ".join([*left_out, *found.left_out])
     if not isinstance(body, ChatBody) or is_enforced(body.tool_choice):
         return found.grammar
-    before = calls.before_answer(service.family, begins_in_reasoning(service, body, prompt), _special(service))
+    before = calls.before_answer(
+        service.family,
+        begins_in_reasoning(service, body, prompt),
+        service.tokenizer.special_ids_of(service.family.tags),
+    )
     return behind(before, found.grammar) if before else found.grammar
 
 
@@ -83,9 +87,3 @@ def _kept(tool: Tool, path: str, left_out: list[str]) -> dict[str, object]:
     left_out += [f"{path}.parameters{each}" for each in missing or ()]
     kept["x-guidance"] = {**SPACING, "lenient": not tool.function.strict}
     return {"type": "function", "function": {"name": tool.function.name, "parameters": kept}}
-
-
-def _special(service: Service) -> dict[str, int]:
-    """The tags of the model's family that are special tokens."""
-    ids = {tag: service.tokenizer.backend.token_to_id(tag) for tag in service.family.tags}
-    return {tag: number for tag, number in ids.items() if number in service.tokenizer.special_ids}
