@@ -41,7 +41,7 @@ def wanted(
             body.tool_choice,
             is_reasoning=begins_in_reasoning(service, body, prompt),
             parallel=body.parallel_tool_calls is not False,
-            token_ids=service.tokenizer.special_ids_of(service.family.tags),
+            token_ids=service.tag_ids,
         )
     except calls.UnsupportedSchema as error:
         raise bad_request(str(error), "tools") from None
@@ -72,7 +72,7 @@ async def checked(
     before = calls.before_answer(
         service.family,
         begins_in_reasoning(service, body, prompt),
-        service.tokenizer.special_ids_of(service.family.tags),
+        service.tag_ids,
     )
     return behind(before, found.grammar) if before else found.grammar
 
