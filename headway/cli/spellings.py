@@ -88,7 +88,6 @@ NOT_SUPPORTED = {
     "--pipeline-parallel-size": "several devices are not supported yet",
     "--enable-lora": "LoRA is not supported yet",
     "--lora-modules": "LoRA is not supported yet",
-    "--speculative-config": "speculative decoding is not supported yet",
     "--enable-auto-tool-choice": "tool calls are not supported yet",
     "--tool-call-parser": "tool calls are not supported yet",
     "--reasoning-parser": "reasoning stays in the text; leave it out",

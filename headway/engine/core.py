@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 
+from headway.engine.drafter import Speculator
 from headway.engine.executor import Executor, StepOutcome
 from headway.engine.memory_counts import MemoryCounts
 from headway.engine.messages import (
@@ -41,11 +42,22 @@ _YIELDED = {
 
 
 class EngineCore:
-    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`."""
+    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    Args:
+        speculator: has the scheduler try drafts; None for no drafts.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], int] = time.monotonic_ns,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.speculator = speculator
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -158,6 +170,8 @@ class EngineCore:
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
+        if self.speculator is not None:
+            self.speculator.forget(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -200,8 +214,6 @@ class EngineCore:
             if seq_id in self._sequences:
                 self._pooled[seq_id] = self._pooled.get(seq_id, 0.0) + pooled
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
-        for seq_id, drafts in outcome.drafts.items():
-            self.scheduler.propose(seq_id, drafts)
         outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
         elapsed = outcome.times.sampled_ns - (outcome.failed_since_ns or outcome.times.launched_ns)
         stats = self._stats(elapsed, num_tokens, prompt_tokens)
@@ -210,6 +222,9 @@ class EngineCore:
         stats.moe_mixtures, stats.moe_expert_tokens, stats.moe_experts_touched, stats.moe_busiest_expert_tokens = (
             outcome.routing
         )
+        if self.speculator is not None:
+            self.speculator.count(plan, changed, stats)
+            self.speculator.step_ended(plan, changed, outcome.times)
         decision = self.scheduler.decisions[-1]
         stats.predicted_ns, stats.forward_ns, stats.left_out = (
             decision.predicted_ns,
@@ -253,6 +268,8 @@ class EngineCore:
             cached_tokens=sequence.cached_tokens,
             logprobs=logprobs[: len(new)] if logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
+            drafts=sequence.drafts,
+            accepted_drafts=sequence.accepted_drafts,
         )
         if sequence.finish_reason is not None:
             if sequence.finish_reason == "stop" and sequence.pooling is not None:

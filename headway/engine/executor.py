@@ -26,7 +26,6 @@ class StepOutcome(msgspec.Struct):
         logprobs: log-probabilities of the new tokens, for sequences that want them.
         prompt_logprobs: those of this step's prompt tokens, for sequences that want them.
         pooled: what this step adds to the vectors that sequences want: float64.
-        drafts: tokens proposed to follow the new ones; the next step tries them.
         failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
         faults: names of the exceptions that sequences raised when they ran alone.
         routing: what mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that
@@ -38,7 +37,6 @@ class StepOutcome(msgspec.Struct):
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
     pooled: dict[int, NDArray[np.float64]] = {}
-    drafts: dict[int, list[int]] = {}
     failed_since_ns: int = 0
     faults: dict[int, str] = {}
     routing: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -49,7 +47,6 @@ class StepOutcome(msgspec.Struct):
         self.logprobs |= part.logprobs
         self.prompt_logprobs |= part.prompt_logprobs
         self.pooled |= part.pooled
-        self.drafts |= part.drafts
         self.routing = tuple(map(sum, zip(self.routing, part.routing, strict=True)))  # type: ignore[assignment]
 
 
