@@ -35,7 +35,7 @@ _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so man
 _LEAST_CHANCE = 0.05
 _GAIN = 1.05  # least gain in tokens per second for which drafts are tried
 _LOSS = 0.01  # share of the time that drafts may lose
-_CREDIT_AT_START, _MOST_CREDIT = 2.0, 8.0  # in steps without drafts
+_CREDIT_AT_START, _MOST_CREDIT = 4.0, 8.0  # in steps without drafts
 _STEPS_KEPT = 1024
 _DRAFTED_IN_A_ROW = 64  # then a step has none, so that the time without drafts stays known
 
@@ -219,7 +219,9 @@ class Speculation:
         self._step_time = step_time
         self._times, self._rates = RowTimes(), HitRates()
         self._standing: Mapping[int, Proposal] = {}
-        self._credit_ns, self._plain_ns = 0.0, 0.0  # what may be lost; a step without drafts, 0 where none is known
+        self._credit_ns = 0.0  # what may be lost
+        self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
+        self._usual_ns = 0.0  # what it takes to make drafts
         self._resting = self._drafted_in_a_row = 0
 
     # --- after a step -------------------------------------------------------------------------------
@@ -256,9 +258,11 @@ class Speculation:
             self._credit_ns += plain * new_tokens / sequences - counted
 
     def spent(self, took_ns: int) -> None:
-        """So long it took to make drafts, or to find that there are none."""
+        """So long it took to make drafts, or to find that there are none; it counts as twice as long as usual at most."""
+        counted = min(float(took_ns), 2.0 * self._usual_ns) if self._usual_ns else float(took_ns)
+        self._usual_ns += (counted - self._usual_ns) / 8 if self._usual_ns else counted
         if self._plain_ns:
-            self._credit_ns = min(self._credit_ns - took_ns, _MOST_CREDIT * self._plain_ns)
+            self._credit_ns = min(self._credit_ns - counted, _MOST_CREDIT * self._plain_ns)
 
     def forget(self, seq_id: int) -> None:
         """A sequence has ended."""

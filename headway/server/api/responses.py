@@ -16,11 +16,19 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Drafts that were tried, where any were."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Timings(BaseModel):
@@ -33,6 +41,8 @@ class Timings(BaseModel):
     tokens: int
     steps: int
     preemptions: int
+    drafts: int
+    accepted_drafts: int
     service_class: str
     ttft_objective_ns: int | None
     ttft_met: bool | None
