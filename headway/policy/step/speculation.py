@@ -33,9 +33,10 @@ _BY_MATCH = (3, 4, 6, 9, 16)  # lengths of a match from which drafts are counted
 _FORGETTING, _OWN_FORGETTING = 0.99, 0.95
 _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so many drafts
 _LEAST_CHANCE = 0.05
-_GAIN = 1.05  # least gain in tokens per second for which drafts are tried
+_GAIN, _FURTHER_GAIN = 1.05, 1.03  # least gains in tokens per second: for drafts at all, and for more rows of them
+_GROWTH = 2  # most multiple of the rows that were measured
 _LOSS = 0.01  # share of the time that drafts may lose
-_CREDIT_AT_START, _MOST_CREDIT = 4.0, 8.0  # in steps without drafts
+_CREDIT_AT_START, _MOST_CREDIT = 4.0, 6.0  # in steps without drafts
 _STEPS_KEPT = 1024
 _DRAFTED_IN_A_ROW = 64  # then a step has none, so that the time without drafts stays known
 
@@ -152,6 +153,11 @@ class RowTimes:
         """The nanoseconds of a step of so many rows; None where none was measured."""
         return self._ns.get(rows)
 
+    @property
+    def largest(self) -> int:
+        """The most rows that were measured."""
+        return self._rows[-1]
+
     def expected_ns(self, rows: int, row_ns: float) -> float:
         """The nanoseconds of a step of more rows than the smallest that is known.
 
@@ -258,7 +264,7 @@ class Speculation:
             self._credit_ns += plain * new_tokens / sequences - counted
 
     def spent(self, took_ns: int) -> None:
-        """So long it took to make drafts, or to find that there are none; it counts as twice as long as usual at most."""
+        """So long it took to make drafts, or to find none; it counts as twice as long as usual at most."""
         counted = min(float(took_ns), 2.0 * self._usual_ns) if self._usual_ns else float(took_ns)
         self._usual_ns += (counted - self._usual_ns) / 8 if self._usual_ns else counted
         if self._plain_ns:
@@ -303,16 +309,16 @@ class Speculation:
             gains += [(chance, seq_id) for chance in self._rates.chances(seq_id, proposal.match, count)]
         gains.sort(key=_chance, reverse=True)
         row_ns = self._row_ns(plain / decoding)
-        tokens, best, drafts, added = float(decoding), _GAIN * decoding / plain, 0, 0
+        tokens, least, drafts, added = float(decoding), _GAIN * decoding / plain, 0, 0
         for rows in ROWS[bisect_right(ROWS, decoding) :]:
             extra = rows - decoding
-            if extra > len(gains):
+            if extra > len(gains) or rows > _GROWTH * self._times.largest:
                 break
             tokens += sum([chance for chance, _ in gains[added:extra]])
             added = extra
             took_ns = plain + extra * row_ns if with_prompts else self._times.expected_ns(rows, row_ns)
-            if tokens > best * took_ns:
-                best, drafts = tokens / took_ns, extra
+            if tokens > least * took_ns:
+                least, drafts = _FURTHER_GAIN * tokens / took_ns, extra
         counts = Counter([seq_id for _, seq_id in gains[:drafts]])
         return {seq_id: proposals[seq_id].token_ids[:count] for seq_id, count in counts.items()}
 
