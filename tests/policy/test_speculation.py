@@ -151,7 +151,7 @@ def test_beside_prompts_each_row_costs_its_own() -> None:
     """A product of thousands of rows leaves no time in which some more cost nothing."""
     machine = Machine(tiles, 0.8)
     machine.run(4, 200)
-    assert machine.rows[-40:].count(4) <= 1, "alone, drafts pay"
+    assert machine.rows[-40:].count(4) <= 2, "alone, drafts pay"
     machine.policy._step_time = Exact(token=3.0)  # type: ignore[assignment]
     proposals = {seq_id: Proposal([1] * MOST, 4) for seq_id in range(4)}
     assert machine.policy.choose(proposals, 4, with_prompts=True) == {}

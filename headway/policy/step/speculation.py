@@ -33,12 +33,12 @@ _BY_MATCH = (3, 4, 6, 9, 16)  # lengths of a match from which drafts are counted
 _FORGETTING, _OWN_FORGETTING = 0.99, 0.95
 _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so many drafts
 _LEAST_CHANCE = 0.05
-_GAIN, _FURTHER_GAIN = 1.05, 1.03  # least gains in tokens per second: for drafts at all, and for more rows of them
+_GAIN, _FURTHER_GAIN = 1.1, 1.03  # least gains in tokens per second: for drafts at all, and for more rows of them
 _GROWTH = 2  # most multiple of the rows that were measured
 _LOSS = 0.01  # share of the time that drafts may lose
 _CREDIT_AT_START, _MOST_CREDIT = 4.0, 6.0  # in steps without drafts
 _STEPS_KEPT = 1024
-_DRAFTED_IN_A_ROW = 64  # then a step has none, so that the time without drafts stays known
+_PLAIN_EVERY = 64  # after so many steps some have no drafts, so that the time without drafts stays known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,8 @@ class Speculation:
         self._credit_ns = 0.0  # what may be lost
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
         self._usual_ns = 0.0  # what it takes to make drafts
-        self._resting = self._drafted_in_a_row = 0
+        self._resting = self._since_plain = 0
+        self._has_drafted = False
 
     # --- after a step -------------------------------------------------------------------------------
 
@@ -250,17 +251,24 @@ class Speculation:
                 break
 
     def took(self, sequences: int, rows: int, new_tokens: int, took_ns: int) -> None:
-        """A step in which all sequences decoded took so long, and gave so many tokens."""
+        """A step in which all sequences decoded took so long, and gave so many tokens.
+
+        One without drafts behind one with some finds the caches full of other numbers, and its time says little.
+        """
+        drafted, had_drafted = rows > sequences, self._has_drafted
+        self._has_drafted = drafted
+        self._since_plain = self._since_plain + 1 if drafted or had_drafted else 0
+        if had_drafted and not drafted:
+            return
         counted = self._times.observe(rows, took_ns)
         plain = self._times.known_ns(sequences)
-        self._drafted_in_a_row = self._drafted_in_a_row + 1 if rows > sequences else 0
         if not counted or plain is None:
             return
         if not self._plain_ns:
             self._credit_ns += _CREDIT_AT_START * plain
         self._plain_ns = plain
         self._credit_ns += _LOSS * counted
-        if rows > sequences:
+        if drafted:
             self._credit_ns += plain * new_tokens / sequences - counted
 
     def spent(self, took_ns: int) -> None:
@@ -301,7 +309,7 @@ class Speculation:
 
     def _best(self, proposals: Mapping[int, Proposal], decoding: int, with_prompts: bool) -> dict[int, list[int]]:
         plain = self._times.known_ns(decoding)
-        if plain is None or self._drafted_in_a_row >= _DRAFTED_IN_A_ROW:
+        if plain is None or self._since_plain >= _PLAIN_EVERY:
             return {}
         gains: list[tuple[float, int]] = []
         for seq_id, proposal in proposals.items():
