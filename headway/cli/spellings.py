@@ -88,7 +88,6 @@ NOT_SUPPORTED = {
     "--pipeline-parallel-size": "several devices are not supported yet",
     "--enable-lora": "LoRA is not supported yet",
     "--lora-modules": "LoRA is not supported yet",
-    "--speculative-config": "speculative decoding is not supported yet",
     "--enable-auto-tool-choice": "models may always call the tools that a request offers; leave it out",
     "--enable-reasoning": "--reasoning-parser alone is enough, and the chat template names it; leave both out",
     "--exclude-tools-when-tool-choice-none": "tools are then always left out; leave it out",

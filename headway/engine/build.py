@@ -13,6 +13,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
@@ -138,7 +139,7 @@ def build_engine(
         sizes = pool.num_blocks, config.block_size
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
         _capture(runner)
-    core, left_out = EngineCore(scheduler, runner), []
+    core, left_out = EngineCore(scheduler, runner, speculator=_speculator(config, model_config, scheduler)), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = core.preload(config.preloaded, config.preload_what_fits)
@@ -243,6 +244,19 @@ def _capture(runner: Runner) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split("\n")[0].split())
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
+
+
+def _speculator(config: EngineConfig, model: ModelConfig, scheduler: Scheduler) -> Speculator | None:
+    """What proposes drafts, if that is asked for. Raises EngineError for a model that cannot take them back."""
+    wanted = config.speculative_config
+    if wanted is None:
+        return None
+    if model.shape.recurrent:
+        raise EngineError(
+            "speculative_config: this model has recurrent layers, whose states cannot go back behind drafts that were "
+            "refused; leave it out"
+        )
+    return Speculator(NgramDrafter(wanted), wanted.num_speculative_tokens, scheduler)
 
 
 def _device(name: str) -> torch.device:

@@ -13,6 +13,7 @@ from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
+from headway.policy.step.speculation import SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -105,8 +106,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
     Raises:
-        ValueError: a step has fewer tokens than sequences, there are far more threads than processors, or there is no
-            such scheduling policy.
+        ValueError: a step has fewer tokens than sequences, there are far more threads than processors, there is no
+            such scheduling policy, or speculative_config has a wrong value.
     """
 
     model: str = ""
@@ -129,11 +130,25 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     enforce_eager: Annotated[
         bool, _engine("On a GPU, launch the kernels of a decode step one by one instead of as a CUDA graph.")
     ] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _engine(
+            'Try drafts, which change no token, where they are predicted to pay: {"method": "ngram"} drafts from the '
+            "prompt and the output. Further keys: num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
+            parse=SpeculativeConfig.of,
+            metavar="JSON",
+        ),
+    ] = None
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            try:
+                self.speculative_config = SpeculativeConfig.of(self.speculative_config)
+            except ValueError as error:
+                raise ValueError(f"speculative_config: {error}") from None
         if self.max_num_batched_tokens is not None:
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         policy_class(self.scheduling_policy)

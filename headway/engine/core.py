@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+from headway.engine.drafter import Speculator
 from headway.engine.executor import Executor, StepOutcome
 from headway.engine.memory_counts import MemoryCounts
 from headway.engine.messages import (
@@ -46,13 +47,23 @@ _YIELDED = {
 class EngineCore:
     """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`.
 
+    Args:
+        speculator: has the scheduler try drafts; None for no drafts.
+
     Attributes:
         unready: requests that wait for their grammars, by id: the compilation, the request, and since when it waits.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], int] = time.monotonic_ns,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.speculator = speculator
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -210,6 +221,8 @@ class EngineCore:
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
+        if self.speculator is not None:
+            self.speculator.forget(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -264,6 +277,9 @@ class EngineCore:
         stats.moe_mixtures, stats.moe_expert_tokens, stats.moe_experts_touched, stats.moe_busiest_expert_tokens = (
             outcome.routing
         )
+        if self.speculator is not None:
+            self.speculator.count(plan, changed, stats)
+            self.speculator.step_ended(plan, changed, outcome.times)
         decision = self.scheduler.decisions[-1]
         stats.predicted_ns, stats.forward_ns, stats.left_out = (
             decision.predicted_ns,
@@ -307,6 +323,8 @@ class EngineCore:
             cached_tokens=sequence.cached_tokens,
             logprobs=logprobs[: len(new)] if logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
+            drafts=sequence.drafts,
+            accepted_drafts=sequence.accepted_drafts,
         )
         if sequence.finish_reason is not None:
             if sequence.finish_reason == "stop" and sequence.pooling is not None:

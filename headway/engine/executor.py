@@ -30,7 +30,7 @@ class StepOutcome(msgspec.Struct):
         logprobs: log-probabilities of the new tokens, for sequences that want them.
         prompt_logprobs: those of this step's prompt tokens, for sequences that want them.
         pooled: what this step adds to the vectors that sequences want: float64.
-        drafts: tokens proposed to follow the new ones; the next step tries them.
+        drafts: tokens that a grammar forces behind the new ones; the next step tries them.
         failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
         faults: names of the exceptions that sequences raised when they ran alone.
         routing: what mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that

@@ -13,7 +13,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Request
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -153,6 +153,8 @@ class SequenceOutput(_Message):
     timings: SequenceTimings | None = None  # with the last output, for finished choices
     error: str | None = None  # with finish_reason "error", "late" and "timeout": what happened, for the user
     retry_after_s: int = 0  # with finish_reason "late": when there should be room
+    drafts: int = 0  # that were tried for it until now
+    accepted_drafts: int = 0
     vector: bytes | None = None  # the vector of a request with pooling: float32, with the last output
 
 
@@ -196,6 +198,10 @@ class EngineStats(_Message):
     moe_expert_tokens: int = 0  # pairs of a token and an expert that it went to
     moe_experts_touched: int = 0  # experts that had any token
     moe_busiest_expert_tokens: int = 0  # tokens of the expert that had most
+    spec_decode_num_drafts: int = 0  # sequences that tried drafts
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    accepted_at: list[int] = []  # how many sequences accepted their first draft, their second one, and so on
 
 
 class ExplainedStep(_Message):

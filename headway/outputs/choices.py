@@ -92,6 +92,8 @@ class Choice:
     shown: frozenset[int] = frozenset()
     num_tokens: int = 0
     cached_tokens: int = 0
+    drafts: int = 0  # that were tried for it
+    accepted_drafts: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
     vector: bytes | None = None  # in place of tokens
     finish_reason: str | None = None
@@ -121,6 +123,7 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        self.drafts, self.accepted_drafts = output.drafts, output.accepted_drafts
         self.vector = output.vector
         piece = self._push(output)
         if output.finish_reason is not None:

@@ -115,9 +115,6 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if base.request.speculation is not None:
         yield from ((name, "the plan has speculative decoding already") for name in names)
         return
-    if base.engine.is_headway:
-        yield from ((name, f"{_SERVE} has no speculative decoding") for name in names)
-        return
     lossless = "lossless; the best k for this batch; TTFT stays"
     yield Change(
         names[0],
@@ -125,6 +122,9 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
         {"speculation": Speculation(4, NGRAM_ACCEPTANCE)},
         f"acceptance {NGRAM_ACCEPTANCE:g} of proposals that take no time, for text that repeats itself; {lossless}",
     )
+    if base.engine.is_headway:
+        yield names[1], f"{_SERVE} drafts from n-grams alone"
+        return
     draft = draft_model(base)
     if draft is None:
         yield names[1], "no model of its family with at most a quarter of the parameters is in the catalogue"

@@ -149,19 +149,25 @@ class Generation:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         firsts = {id(choice.prompt): choice for choice in reversed(self.choices)}
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts.values())},
         }
+        if drafts := sum(choice.drafts for choice in self.choices):
+            accepted = sum(choice.accepted_drafts for choice in self.choices)
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafts - accepted}
+            usage["completion_tokens_details"] = details
+        return usage
 
     def timings(self) -> ChoiceTimings | None:
         """The timings of the choice that finished last; None when the engine's part is not known."""
         choice = self.last
         if choice is None or choice.timings is None:
             return None
-        return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens, self.terms)
+        drafts = choice.drafts, choice.accepted_drafts
+        return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens, self.terms, drafts)
 
     async def render(self, size: int, function: Callable[[], T]) -> T:
         """Run `function`, which writes `size` entries of the answer: in a thread when they are many."""

@@ -43,12 +43,17 @@ class Stamps:
 
 @dataclass(slots=True)
 class ChoiceTimings:
-    """One choice's chain, from the request's first byte until the answer that contains it is made."""
+    """One choice's chain, from the request's first byte until the answer that contains it is made.
+
+    Args:
+        drafts: how many were tried, and how many accepted.
+    """
 
     stamps: Stamps
     engine: SequenceTimings
     tokens: int
     terms: Terms = field(default_factory=Terms)
+    drafts: tuple[int, int] = (0, 0)
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +80,8 @@ class ChoiceTimings:
             "tokens": self.tokens,
             "steps": self.engine.steps,
             "preemptions": self.engine.preemptions,
+            "drafts": self.drafts[0],
+            "accepted_drafts": self.drafts[1],
             "service_class": terms.service.name,
             "ttft_objective_ns": _objective_ns(terms.ttft_ms),
             "ttft_met": verdicts.get("ttft"),

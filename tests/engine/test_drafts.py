@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway import LLM, RequestOutput, SamplingParams
-from headway.engine.executor import StepOutcome
-from headway.policy.step.plan import StepPlan
+from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.models import write_config
 
 KINDS: list[dict[str, Any]] = [
@@ -38,28 +36,13 @@ def test_tokens_and_logprobs_are_those_without_drafts(
         kv_cache_memory=4 << 20, max_num_seqs=16, max_num_batched_tokens=48, enable_prefix_caching=caching,
     )  # fmt: skip
     plain = answers(llm)
-    core, chance, counts = llm.engine.core, random.Random(1), [0, 0]
-    expected = {
-        (i, choice.index): [*PROMPTS[i], *choice.token_ids] for i, o in enumerate(plain) for choice in o.outputs
-    }
-    first, run = int(plain[-1].request_id) + 1, core.executor.run
-
-    def drafting(plan: StepPlan) -> StepOutcome:
-        outcome = run(plan)
-        for item in plan.scheduled:
-            sequence, new = core._sequences[item.seq_id], outcome.tokens.get(item.seq_id) or []
-            known = len(sequence.tokens) + len(new)
-            follows = expected[int(sequence.request_id) - first, sequence.index][known : known + chance.randrange(6)]
-            outcome.drafts[item.seq_id] = [token if chance.random() < 0.8 else 11 for token in follows]
-            counts[0] += item.samples > 1
-            counts[1] += len(new) > 1
-        return outcome
-
-    monkeypatch.setattr(core.executor, "run", drafting)
+    texts = [PROMPTS[i] + choice.token_ids for i, output in enumerate(plain) for choice in output.outputs]
+    counts = try_all_drafts(monkeypatch, llm, drafter := Foreseeing(texts))
     for before, after in zip(plain, answers(llm), strict=True):
         for one, other in zip(before.outputs, after.outputs, strict=True):
             assert (other.token_ids, other.finish_reason) == (one.token_ids, one.finish_reason)
             assert other.logprobs == one.logprobs
-    assert counts[0] > counts[1] > 40
-    core.check()
-    assert core.scheduler.blocks.usage == 0.0
+    assert counts["tried"] > counts["accepted"] > 100
+    assert not drafter.known, "it is told of all ends"
+    llm.engine.core.check()
+    assert llm.engine.core.scheduler.blocks.usage == 0.0

@@ -17,6 +17,7 @@ from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels.cpu import choice as cpu_choice
 from headway.policy.cache.swap import SwapSpace
+from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.models import (
     TINY_GEMMA,
     TINY_GEMMA2,
@@ -177,6 +178,27 @@ def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bo
     host.space = SwapSpace(host.space.num_blocks)  # as if copies took no time
     assert tokens_of(llm, PROMPTS) == alone
     assert 0 < host.counts["in"] <= host.counts["out"] and host.counts["recompute"] == 0
+
+
+@pytest.mark.parametrize("way", ["one by one", "in a batch", "preempted", "swapped"])
+def test_with_drafts(model: Model, alone: list[list[int]], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {}
+    if way in ("preempted", "swapped"):
+        settings |= {"kv_cache_memory": 480 * model.token_bytes, "max_num_seqs": 32}
+    if way == "swapped":
+        settings["swap_space"] = 480 * model.token_bytes / 2**30
+    llm = build(model, **settings)
+    scheduler = llm.engine.core.scheduler
+    if way == "swapped":
+        assert scheduler.host is not None
+        scheduler.host.space = SwapSpace(scheduler.host.space.num_blocks)  # as if copies took no time
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, alone, strict=True)]
+    counts = try_all_drafts(monkeypatch, llm, drafter := Foreseeing(texts))
+    batches = [[prompt] for prompt in PROMPTS] if way == "one by one" else [PROMPTS]
+    assert [tokens for batch in batches for tokens in tokens_of(llm, batch)] == alone
+    assert counts["tried"] > counts["accepted"] > 100
+    assert tokens_of(llm, PROMPTS) == alone, "of blocks that were registered, all tokens had been accepted"
+    assert not drafter.known, "it is told of all ends"
 
 
 def test_prefix_cached(model: Model, alone: list[list[int]]) -> None:

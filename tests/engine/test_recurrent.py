@@ -155,8 +155,10 @@ def test_states_take_their_part_of_the_memory(model: tuple[str, str]) -> None:
     assert held == of_blocks + (seats + checkpoints.num_slots) * runner.model.config.shape.state_bytes
 
 
-def test_too_little_memory_and_swapping_are_refused(model: tuple[str, str]) -> None:
+def test_too_little_memory_swapping_and_drafts_are_refused(model: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=r"the state of one sequence takes .* raise --kv-cache-memory"):
         build(model, kv_cache_memory=1 << 10)
     with pytest.raises(EngineError, match=r"swap_space is 1 GiB, but states of recurrent layers are not swapped"):
         build(model, swap_space=1.0)
+    with pytest.raises(EngineError, match=r"speculative_config: this model has recurrent layers, whose states cannot"):
+        build(model, speculative_config={"method": "ngram"})

@@ -162,7 +162,7 @@ def test_every_part_of_a_step_takes_time_also_where_equally_full_steps_do_not_te
     assert contradictions > 0
 
 
-def divided(chunks: list[int], logit_rows: list[int]) -> tuple[Accounting, list[Sequence], int]:
+def divided(chunks: list[int], logit_rows: list[int], drafts: int = 0) -> tuple[Accounting, list[Sequence], int]:
     """A step of a machine that is known, with a decoding sequence and a chunk of each of some prompts."""
     accounting = Accounting(deepcopy(LEARNT))
     decoder = make_sequence("d", [1] * 100, 50)
@@ -173,7 +173,7 @@ def divided(chunks: list[int], logit_rows: list[int]) -> tuple[Accounting, list[
         sequence.status = Status.RUNNING
     accounting.record_step([], StepPlan(), [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
-    scheduled = [ScheduledSequence(0, 100, [7], True, 1)]
+    scheduled = [ScheduledSequence(0, 100, [7] * (1 + drafts), True, 1 + drafts)]
     for number, (chunk, rows) in enumerate(zip(chunks, logit_rows, strict=True), 1):
         scheduled.append(ScheduledSequence(number, 0, [1] * chunk, False, 0, logit_rows=rows))
     plan = StepPlan(scheduled, work=work_of(scheduled))
@@ -198,6 +198,17 @@ def test_a_mixed_step_is_divided_by_what_it_would_have_taken_without_others_pref
     assert stalls[Phase.DECODE_STALL_PREFILL] == decoder.ledger.phases_ns[Phase.DECODE_STALL_PREFILL]
     assert stalls[Phase.PREFILL_STALL] == sum(p.ledger.phases_ns[Phase.PREFILL_STALL] for p in prompts)
     assert accounting.take_stalls() == {}
+
+
+@pytest.mark.parametrize("chunks", [[], [200]])
+def test_what_drafts_add_to_a_step_has_a_name(chunks: list[int]) -> None:
+    _, (decoder, *_), whole = divided(chunks, [0] * len(chunks), drafts=30)
+    compute, phases = linear_time(StepWork(0, 1, 0, 101)), decoder.ledger.phases_ns
+    verify = linear_time(StepWork(0, 31, 0, 31 * 101)) - compute
+    assert phases[Phase.DECODE_COMPUTE] == pytest.approx(compute, rel=0.1)
+    assert phases[Phase.VERIFY] == pytest.approx(verify, rel=0.15)
+    stall = phases.get(Phase.DECODE_STALL_PREFILL, 0)
+    assert phases[Phase.DECODE_COMPUTE] + phases[Phase.VERIFY] + stall == whole
 
 
 def test_the_logits_of_a_prompt_are_its_own_work_and_a_stall_with_a_name_for_others() -> None:

@@ -54,6 +54,7 @@ class Drafting(Faulty):
         """Check that no block is held for a token that was refused, and that what the index knows is in the cache."""
         blocks = self.scheduler.blocks
         for sequence in self.scheduler.running:
+            assert sequence.accepted_drafts <= min(sequence.drafts, sequence.output_len)
             assert len(sequence.held_blocks) <= blocks.blocks_for(len(sequence.tokens))
             assert sequence.num_registered * self.block_size <= sequence.num_computed < len(sequence.tokens)
         for sequence in self.sequences:
@@ -132,6 +133,7 @@ def test_what_is_accepted_is_computed_and_what_is_refused_gives_its_blocks_back(
     (item,) = answer(sim, [50, 51, 90])
     assert item.token_ids[1:] == [50, 51, 52, 53, 54] and item.samples == 6
     assert sequence.tokens[9:] == [50, 51, 90]
+    assert (sequence.drafts, sequence.accepted_drafts) == (5, 2)
     assert (sequence.num_computed, len(sequence.held_blocks), sequence.num_registered) == (11, 3, 2)
     (item,) = answer(sim, [91])
     assert (item.start, item.token_ids) == (11, [90])
@@ -153,6 +155,7 @@ def test_a_stop_among_the_accepted_tokens_ends_the_sequence() -> None:
     sim.scheduler.propose(sequence.seq_id, [50, 51, 52])
     answer(sim, [50, 51, 52, 53])
     assert (sequence.finish_reason, sequence.tokens[3:]) == (FinishReason.STOP, [50, 51])
+    assert sequence.accepted_drafts == 2, "those behind the stop were of no use"
     sim.check_all_closed()
 
 

@@ -158,9 +158,16 @@ def test_steps_are_resolved_to_microseconds_and_decodes_told_from_prompts(
     steps[1].slack_ns, steps[1].left_out = 5e6, 3
     steps[0].moe_mixtures, steps[0].moe_expert_tokens, steps[0].moe_experts_touched = 2, 8, 6
     steps[0].moe_busiest_expert_tokens = 3
+    steps[2].spec_decode_num_drafts, steps[2].spec_decode_num_draft_tokens = 2, 9
+    steps[2].spec_decode_num_accepted_tokens, steps[2].accepted_at = 3, [2, 1]
     for stats in steps:
         server.service.metrics.on_step(stats)
     found = samples(server)
+    assert found["headway:spec_decode_num_drafts_total"] == 2
+    assert found["headway:spec_decode_num_draft_tokens_total"] == 9
+    assert found["headway:spec_decode_num_accepted_tokens_total"] == 3
+    assert found["headway:spec_decode_num_accepted_tokens_per_pos_total 0"] == 2
+    assert found["headway:spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
     assert found["headway:step_duration_seconds_count"] == found["headway:iteration_sequences_count"] == 3
     assert found["headway:iteration_sequences_sum"] == 5
     assert found["headway:decode_step_duration_seconds_count"] == 1

@@ -172,12 +172,25 @@ class Accounting:
                 prompts = max(compute, int(forward * without_logits))
             self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
             self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
-            clock.mark(Phase.DECODE_COMPUTE, times.launched_ns + compute)
+            self._mark_decodes(work, compute, forward, times.launched_ns)
             clock.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
             clock.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+        elif work.drafts:
+            self._mark_decodes(work, forward, forward, times.launched_ns)
         else:
             clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
         clock.mark(Phase.SAMPLING, times.sampled_ns)
+
+    def _mark_decodes(self, work: StepWork, compute: int, forward: int, began: int) -> None:
+        """Divide the decodes' part of a forward pass into that of newest tokens and that of the drafts behind them."""
+        if work.drafts:
+            tokens = work.decode_tokens - work.drafts
+            newest = StepWork(decode_tokens=tokens, decode_context=work.decode_context * tokens // work.decode_tokens)
+            alone = int(forward * self.step_time.share_without(work, newest))
+            self._decode.mark(Phase.DECODE_COMPUTE, began + min(alone, compute))
+            self._decode.mark(Phase.VERIFY, began + compute)
+        else:
+            self._decode.mark(Phase.DECODE_COMPUTE, began + compute)
 
     def _mark_prefill(
         self, sequence: Sequence, item: ScheduledSequence, work: StepWork, forward: int, times: StepTimes

@@ -7,6 +7,8 @@ changed about the others. An executor keeps each `SequenceState` until it is tol
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 from headway.policy.cache.checkpoints import Checkpoint
@@ -150,19 +152,25 @@ class StepPlan(msgspec.Struct, array_like=True):
         return self.work.tokens
 
 
+def accepted_drafts(item: ScheduledSequence, new: list[int]) -> int:
+    """How many of an item's drafts are among the new tokens of its sequence: those up to the first that differs."""
+    return sum(map(operator.eq, item.token_ids[item.num_tokens - item.samples + 1 :], new))
+
+
 def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
     """The work of a step with these parts."""
-    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = 0
+    prefill_tokens = decode_tokens = prefill_pairs = decode_context = logit_rows = all_drafts = 0
     for item in scheduled:
         if item.decoding:
             decode_tokens += 1
             decode_context += item.start + 1
             if item.samples > 1:
                 drafts = item.samples - 1
+                all_drafts += drafts
                 decode_tokens += drafts
                 decode_context += pairs(item.start + 1, drafts)
         else:
             prefill_tokens += item.num_tokens
             prefill_pairs += pairs(item.start, item.num_tokens)
             logit_rows += item.logit_rows
-    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows)
+    return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows, all_drafts)

@@ -144,6 +144,8 @@ class Sequence:
     last_token_ns: int = 0  # when its newest token was known
     preemptions: int = 0
     steps: int = 0
+    drafts: int = 0  # that were tried
+    accepted_drafts: int = 0
     line: int = 0  # level at which it was admitted last, where tenants take turns
     charged: int = 0  # of its tokens, those that its tenant was charged
     passed_over: int = 0  # times that another tenant's came before it by turn, and after it by the policy

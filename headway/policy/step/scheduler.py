@@ -28,7 +28,7 @@ from headway.policy.step.accounting import Accounting, StepTimes
 from headway.policy.step.decisions import Decision
 from headway.policy.step.ledger import Phase
 from headway.policy.step.order import OrderedSequences
-from headway.policy.step.plan import ScheduledSequence, StepPlan, state_of, work_of
+from headway.policy.step.plan import ScheduledSequence, StepPlan, accepted_drafts, state_of, work_of
 from headway.policy.step.policies import policy_class
 from headway.policy.step.request import FinishReason, Sequence, Status
 from headway.policy.step.scheduler_config import SchedulerConfig
@@ -403,6 +403,8 @@ class Scheduler:
                 sequence.num_computed = len(all_tokens) - 1
                 if samples > 1:
                     self.block_manager.trim(sequence)
+                    sequence.drafts += samples - 1
+                    sequence.accepted_drafts += accepted_drafts(item, drawn)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
             if checkpoints is not None:

@@ -38,6 +38,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     prefill_pairs: int = 0  # query-key pairs of the prefill tokens
     decode_context: int = 0  # keys read by the decode tokens
     logit_rows: int = 0  # rows of logits of prompt tokens, for prompt_logprobs
+    drafts: int = 0  # how many of the decode tokens are drafts
 
     @property
     def tokens(self) -> int:
@@ -50,6 +51,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
             self.prefill_pairs + other.prefill_pairs,
             self.decode_context + other.decode_context,
             self.logit_rows + other.logit_rows,
+            self.drafts + other.drafts,
         )
 
     def features(self) -> tuple[float, ...]:

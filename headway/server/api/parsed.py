@@ -148,7 +148,8 @@ class ParsedChatAnswer(ChatAnswer):
     def usage(self) -> dict[str, Any]:
         choices = (choice for choice in self.generation.choices if isinstance(choice, ParsedChoice))
         details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
-        return self.generation.usage() | {"completion_tokens_details": details}
+        usage = self.generation.usage()
+        return usage | {"completion_tokens_details": usage.get("completion_tokens_details", {}) | details}
 
     def _reasoned(self, text: str) -> dict[str, str]:
         """The fields for reasoning: the name of OpenAI's clients and vLLM, and DeepSeek's."""

@@ -17,7 +17,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int
+    """Tokens of reasoning in chats that are parsed, and drafts where any were tried."""
+
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(BaseModel):
@@ -38,6 +42,8 @@ class Timings(BaseModel):
     tokens: int
     steps: int
     preemptions: int
+    drafts: int
+    accepted_drafts: int
     service_class: str
     ttft_objective_ns: int | None
     ttft_met: bool | None

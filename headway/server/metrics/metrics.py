@@ -42,7 +42,7 @@ _STEPS_TOGETHER = 16
 _BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
-_DECODE = (Phase.DECODE_COMPUTE, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
+_DECODE = (Phase.DECODE_COMPUTE, Phase.VERIFY, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
 
 M = TypeVar("M", Counter, Gauge)
 
@@ -159,6 +159,17 @@ class Metrics:
             "Measured time of a forward pass / predicted time.",
             RATIOS,
         )
+        self._drafts = {
+            "spec_decode_num_drafts": self._counter(
+                "spec_decode_num_drafts", "Times that a sequence tried drafts in a step."
+            ),
+            "spec_decode_num_draft_tokens": self._counter("spec_decode_num_draft_tokens", "Drafts that were tried."),
+            "spec_decode_num_accepted_tokens": self._counter(
+                "spec_decode_num_accepted_tokens", "Drafts that were accepted."
+            ),
+        }
+        accepted = "Drafts that were accepted, by their position behind the newest token, from 0 on."
+        self._accepted_at = self._by("position", Counter, "spec_decode_num_accepted_tokens_per_pos", accepted)
         stalls = "Time that sequences waited for work of others, by cause."
         self._stall = self._by("cause", Counter, "stall_seconds", stalls)
 
@@ -254,6 +265,11 @@ class Metrics:
         if stats.predicted_ns and stats.forward_ns:
             self._overrun.observe(stats.forward_ns / stats.predicted_ns)
         self._memory.on_step(stats)
+        if stats.spec_decode_num_drafts:
+            for name, counter in self._drafts.items():
+                counter.inc(getattr(stats, name))
+            for position, count in enumerate(stats.accepted_at):
+                self._accepted_at.labels(*self._labels, position).inc(count)
         for cause, length in stats.stall_ns.items():
             self._stall.labels(*self._labels, cause).inc(length * NS)
 

@@ -1,0 +1,204 @@
+"""Proposes drafts, which the next step tries: tokens that may follow those of a sequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from headway.engine.messages import EngineStats
+from headway.policy.step.accounting import StepTimes
+from headway.policy.step.plan import StepPlan, accepted_drafts
+from headway.policy.step.request import Sequence
+from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.speculation import Proposal, Speculation, SpeculativeConfig
+
+# Tokens that are entered in the index between two steps, so that long prompts delay nobody: less than a millisecond.
+INDEXED_AT_ONCE = 1024
+_MOST_PLACES = 8  # places that are compared
+
+
+class Drafter(Protocol):
+    """Makes drafts for sequences that decode."""
+
+    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
+        """Up to `most` drafts for each sequence, by its seq_id; nothing for those of which nothing is known."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended; does nothing for an unknown one."""
+
+
+class Repeats:
+    """A text that grows, and where its last tokens have stood in it before.
+
+    Each place of `least` tokens is found by these tokens, the latest first; each names the one before it, as in the
+    hash chains of LZ77 coders (Deutsch 1996, RFC 1951, section 4). A token costs one look-up. While what followed the
+    last match goes on, the same place stays the longest match, and nothing is looked up.
+
+    Args:
+        least: shortest match.
+        most: tokens that are compared at most.
+    """
+
+    __slots__ = ("_before", "_latest", "_least", "_most", "_place", "match", "tokens")
+
+    def __init__(self, tokens: list[int], least: int, most: int) -> None:
+        self.tokens = tokens
+        self.match = 0
+        self._least, self._most = least, most
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._before: list[int] = []  # for each token the last place before it that ends with the same tokens
+        self._place = -1  # what the last tokens match ends here
+
+    def index(self, most: int) -> int:
+        """Enter up to `most` tokens in the index; returns how many were. Those before the last one are found then."""
+        tokens, least, before, latest = self.tokens, self._least, self._before, self._latest
+        start = len(before)
+        end = min(start + most, len(tokens) - 1)
+        for at in range(start, end):
+            key = tuple(tokens[max(0, at + 1 - least) : at + 1])
+            before.append(latest.get(key, -1))
+            latest[key] = at
+        return end - start
+
+    @property
+    def is_indexed(self) -> bool:
+        return len(self._before) + 1 >= len(self.tokens)
+
+    def add(self, new: list[int]) -> None:
+        """Append tokens, and find the longest match of the last ones. All before them must be in the index."""
+        tokens, place = self.tokens, self._place
+        goes_on = place >= 0 and bool(new)
+        for token in new:
+            place += 1
+            goes_on = goes_on and tokens[place] == token
+            tokens.append(token)
+        self.index(len(tokens))
+        if goes_on:
+            self._place, self.match = place, min(self._most, self.match + len(new))
+        else:
+            self._find()
+
+    def _find(self) -> None:
+        tokens, most = self.tokens, self._most
+        last = len(tokens) - 1
+        place = self._latest.get(tuple(tokens[max(0, last + 1 - self._least) : last + 1]), -1)
+        self._place, self.match = -1, 0
+        for _ in range(_MOST_PLACES):
+            if place < 0:
+                return
+            length, longest = self._least, min(most, place + 1)
+            while length < longest and tokens[place - length] == tokens[last - length]:
+                length += 1
+            if length > self.match:
+                self._place, self.match = place, length
+            if length >= most:
+                return
+            place = self._before[place]
+
+    def following(self, count: int) -> list[int]:
+        """What followed the longest match, up to `count` tokens; where it runs into the end, it repeats itself."""
+        if self._place < 0:
+            return []
+        found = self.tokens[self._place + 1 : self._place + 1 + count]
+        period = len(found)
+        return (found * -(-count // period))[:count] if 0 < period < count else found
+
+
+class NgramDrafter:
+    """Proposes what followed when the last tokens stood in the prompt or the output before.
+
+    Args:
+        config: how long matches must be.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._known: dict[int, Repeats] = {}
+
+    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
+        found: dict[int, Proposal] = {}
+        left = INDEXED_AT_ONCE
+        for sequence in sequences:
+            text = self._known.get(sequence.seq_id)
+            if text is None:
+                text = Repeats(list(sequence.tokens), self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+                self._known[sequence.seq_id] = text
+            if not text.is_indexed:
+                left -= text.index(left)
+                if not text.is_indexed:
+                    continue
+            known = len(text.tokens)
+            text.add(sequence.tokens[known:])
+            if text.match and (drafts := text.following(most)):
+                found[sequence.seq_id] = Proposal(drafts, text.match)
+        return found
+
+    def forget(self, seq_id: int) -> None:
+        self._known.pop(seq_id, None)
+
+
+def _is_free(sequence: Sequence) -> bool:
+    """Whether a sequence takes drafts: no penalties count its tokens, and no grammar proposes what it forces."""
+    return not sequence.params.penalises and sequence.params.structured_outputs is None
+
+
+class Speculator:
+    """Has the scheduler try drafts: asks a drafter for them after each step, and the policy how many pay."""
+
+    def __init__(
+        self, drafter: Drafter, most: int, scheduler: Scheduler, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._most = most
+        self._scheduler = scheduler
+        self._policy = Speculation(most, scheduler.accounting.step_time)
+
+    def step_ended(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], times: StepTimes) -> None:
+        """Learn from a step that was completed, and propose drafts for the next one.
+
+        Args:
+            changed: what Scheduler.complete() returned.
+        """
+        policy, scheduler = self._policy, self._scheduler
+        if policy.rests():
+            return
+        began = self._clock()
+        new_tokens = 0
+        for sequence, new in changed:
+            policy.heed(sequence.seq_id, new)
+            new_tokens += len(new)
+        if plan.work.decode_tokens == plan.num_tokens:
+            took_ns = times.sampled_ns - scheduler.decisions[-1].planned_ns
+            policy.took(len(plan.scheduled), plan.num_tokens, new_tokens, took_ns)
+        if not policy.asks():
+            return
+        running = scheduler.running
+        decoding = [sequence for sequence in running if sequence.is_decoding]
+        proposals = self._drafter.propose([each for each in decoding if _is_free(each)], self._most)
+        has_seats = len(running) < scheduler.config.max_num_seqs
+        with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)
+        for seq_id, drafts in policy.choose(proposals, len(decoding), with_prompts).items():
+            scheduler.propose(seq_id, drafts)
+        policy.spent(self._clock() - began)
+
+    def count(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], stats: EngineStats) -> None:
+        """Add to the counters of a step what became of its drafts."""
+        if not plan.work.drafts:
+            return
+        new_of = {sequence.seq_id: new for sequence, new in changed}
+        for item in plan.scheduled:
+            if item.samples > 1 and item.seq_id in new_of:
+                accepted = accepted_drafts(item, new_of[item.seq_id])
+                stats.spec_decode_num_drafts += 1
+                stats.spec_decode_num_draft_tokens += item.samples - 1
+                stats.spec_decode_num_accepted_tokens += accepted
+                stats.accepted_at += [0] * (accepted - len(stats.accepted_at))
+                for at in range(accepted):
+                    stats.accepted_at[at] += 1
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended."""
+        self._drafter.forget(seq_id)
+        self._policy.forget(seq_id)

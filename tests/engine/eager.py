@@ -1,0 +1,72 @@
+"""Speculation that tries each draft there is, whether that pays or not, and a drafter that knows what follows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from headway import LLM
+from headway.engine.drafter import Speculator
+from headway.engine.messages import EngineOutputs
+from headway.policy.step.request import Sequence
+from headway.policy.step.speculation import Proposal, Speculation
+
+
+class Foreseeing:
+    """Proposes what follows, four fifths of it right.
+
+    Args:
+        texts: prompts with what follows each of them.
+    """
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.chance = random.Random(1)
+        self.known: set[int] = set()
+
+    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
+        found = {}
+        for sequence in sequences:
+            self.known.add(sequence.seq_id)
+            tokens, known = sequence.tokens, len(sequence.tokens)
+            text = next(text for text in self.texts if text[:known] == tokens)
+            if follows := text[known : known + self.chance.randrange(most + 1)]:
+                drafts = [token if self.chance.random() < 0.8 else 11 for token in follows]
+                found[sequence.seq_id] = Proposal(drafts, 4)
+        return found
+
+    def forget(self, seq_id: int) -> None:
+        self.known.discard(seq_id)
+
+
+def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | None = None) -> Counter[str]:
+    """Let an engine try each draft, and those of a drafter if one is given.
+
+    Returns:
+        How many are tried from now on, and how many accepted.
+    """
+
+    def choose(
+        self: Speculation, proposals: Mapping[int, Proposal], decoding: int, with_prompts: bool = False
+    ) -> dict[int, list[int]]:
+        return {seq_id: proposal.token_ids for seq_id, proposal in proposals.items()}
+
+    patch.setattr(Speculation, "choose", choose)
+    patch.setattr(Speculation, "rests", lambda self: False)
+    patch.setattr(Speculation, "asks", lambda self: True)
+    core, counts = llm.engine.core, Counter[str]()
+    if drafter is not None:
+        patch.setattr(core, "speculator", Speculator(drafter, 5, core.scheduler))
+    step = core.step
+
+    def counting() -> EngineOutputs:
+        outputs = step()
+        counts["tried"] += outputs.stats.spec_decode_num_draft_tokens
+        counts["accepted"] += outputs.stats.spec_decode_num_accepted_tokens
+        return outputs
+
+    patch.setattr(core, "step", counting)
+    return counts

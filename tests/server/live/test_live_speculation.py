@@ -1,0 +1,93 @@
+"""The whole server with drafts: the same texts in fewer steps, and what is told of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headway.bundled import STORY
+from tests.server.live.test_live_engine import GREEDY, Live
+from tests.server.live_server import eventually
+
+MODEL = ["--load-format", "auto", "--kv-cache-memory", "16M"]
+ASKED: dict[str, Any] = {"max_tokens": 300, "return_token_ids": True, **GREEDY}
+PROMPTS = [[50 + number, 6, 7, 8, 9, 10] * 10 for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    """The choices of each prompt without drafts."""
+    server = Live(STORY, *MODEL)
+    eventually(server.is_ready, 90)
+    found = [server.complete(prompt=prompt, **ASKED) for prompt in PROMPTS]
+    assert all("completion_tokens_details" not in answer["usage"] for answer in found)
+    server.close()
+    return [answer["choices"][0] for answer in found]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    server = Live(STORY, *MODEL, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 8}')
+    eventually(server.is_ready, 90)
+    yield server
+    server.close()
+
+
+def test_the_same_tokens_in_fewer_steps(live: Live, plain: list[dict[str, Any]]) -> None:
+    tried = accepted = 0
+    for prompt, expected in zip(PROMPTS, plain, strict=True):
+        answer = live.complete(prompt=prompt, include_timings=True, **ASKED)
+        assert answer["choices"][0]["token_ids"] == expected["token_ids"]
+        timings = answer["timings"]
+        assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
+        assert timings["tokens"] == timings["steps"] + timings["accepted_drafts"] == 300
+        details = answer["usage"].get("completion_tokens_details")
+        if details is not None:
+            assert details["accepted_prediction_tokens"] == timings["accepted_drafts"]
+            assert details["rejected_prediction_tokens"] == timings["drafts"] - timings["accepted_drafts"]
+        tried, accepted = tried + timings["drafts"], accepted + timings["accepted_drafts"]
+    assert tried >= accepted > 60, "what these prompts begin soon repeats itself"
+    assert live.metric("spec_decode_num_draft_tokens_total") == tried
+    assert live.metric("spec_decode_num_accepted_tokens_total") == accepted
+    assert 0 < live.metric("spec_decode_num_drafts_total") <= tried
+    per_position = re.findall(
+        r'^headway:spec_decode_num_accepted_tokens_per_pos_total{.*position="(\d)"} (\S+)$',
+        live.http.get("/metrics").text,
+        re.MULTILINE,
+    )
+    assert [int(position) for position, _ in per_position] == list(range(len(per_position)))
+    assert sum(float(count) for _, count in per_position) == accepted
+
+
+def test_a_stream_that_goes_on_in_another_engine_has_the_same_tokens(live: Live, plain: list[dict[str, Any]]) -> None:
+    tokens: list[int] = []
+    killed = False
+    for chunk in live.stream(prompt=PROMPTS[1], **ASKED):
+        tokens += chunk["choices"][0]["token_ids"]
+        if len(tokens) > 40 and not killed:
+            os.kill(live.engine_process().pid, signal.SIGKILL)
+            killed = True
+    assert killed and tokens == plain[1]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be a whole number from 1 to 64"),
+        ('{"method": "medusa"}', "method is 'medusa'; the only one is 'ngram'"),
+        ("ngram", "'ngram' is not JSON"),
+    ],
+)
+def test_a_wrong_config_ends_the_start_with_one_line(given: str, said: str) -> None:
+    command = [sys.executable, "-m", "headway", "serve", "--speculative-config", given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith("headway: --speculative-config: ") and said in ended.stderr
+    assert ended.stderr.count("\n") == 1
