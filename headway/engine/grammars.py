@@ -191,7 +191,8 @@ class Grammars:
                 new = drawn.get(item.seq_id)
                 state.unforced += 1
                 is_due = state.unforced < SELDOM or state.unforced % SELDOM == 0
-                if new and is_due and state.matcher and not state.is_awaited and not sequence.params.penalises:
+                is_free = state.matcher is not None and not state.is_awaited and not state.is_slow
+                if new and is_due and is_free and not sequence.params.penalises:
                     tasks.append((state, item.seq_id, new))
         jobs = list[Future[None]]()
         for at in range(0, len(tasks), TOGETHER):
