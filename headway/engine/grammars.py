@@ -122,7 +122,11 @@ class Grammars:
             return self._vocabulary[1]
 
     def _compile(self, grammar: str, ends: frozenset[int]) -> None:
-        made = matcher(grammar, self.load_vocabulary(ends))
+        # Not in this thread: one that gives way would keep the interpreter's lock for longer.
+        vocabulary = self._stepping.submit(self.load_vocabulary, ends).result()
+        self._keep(grammar, matcher(grammar, vocabulary))
+
+    def _keep(self, grammar: str, made: LLMatcher) -> None:
         with self._lock:
             self._compiled[grammar] = made
             if len(self._compiled) > KEPT:
@@ -247,7 +251,8 @@ class Grammars:
         with self._lock:
             made = self._compiled.get(grammar)
         if made is None:
-            self._compile(grammar, stop_ids if self._vocabulary is None else self._vocabulary[0])
+            vocabulary = self.load_vocabulary(stop_ids if self._vocabulary is None else self._vocabulary[0])
+            self._keep(grammar, matcher(grammar, vocabulary))
             return self._copy(grammar, stop_ids)
         return made.deep_copy()
 
