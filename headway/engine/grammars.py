@@ -122,7 +122,11 @@ class Grammars:
             return self._vocabulary[1]
 
     def _compile(self, grammar: str, ends: frozenset[int]) -> None:
-        made = matcher(grammar, self.load_vocabulary(ends))
+        # Not in this thread: one that gives way would keep the interpreter's lock for longer.
+        vocabulary = self._stepping.submit(self.load_vocabulary, ends).result()
+        self._keep(grammar, matcher(grammar, vocabulary))
+
+    def _keep(self, grammar: str, made: LLMatcher) -> None:
         with self._lock:
             self._compiled[grammar] = made
             if len(self._compiled) > KEPT:
@@ -191,7 +195,8 @@ class Grammars:
                 new = drawn.get(item.seq_id)
                 state.unforced += 1
                 is_due = state.unforced < SELDOM or state.unforced % SELDOM == 0
-                if new and is_due and state.matcher and not state.is_awaited and not sequence.params.penalises:
+                is_free = state.matcher is not None and not state.is_awaited and not state.is_slow
+                if new and is_due and is_free and not sequence.params.penalises:
                     tasks.append((state, item.seq_id, new))
         jobs = list[Future[None]]()
         for at in range(0, len(tasks), TOGETHER):
@@ -246,7 +251,8 @@ class Grammars:
         with self._lock:
             made = self._compiled.get(grammar)
         if made is None:
-            self._compile(grammar, stop_ids if self._vocabulary is None else self._vocabulary[0])
+            vocabulary = self.load_vocabulary(stop_ids if self._vocabulary is None else self._vocabulary[0])
+            self._keep(grammar, matcher(grammar, vocabulary))
             return self._copy(grammar, stop_ids)
         return made.deep_copy()
 

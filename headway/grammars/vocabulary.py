@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from headway.grammars.compile import GrammarError
 from headway.text.tokenizer import TextError, bytes_of, read_json
 
 _KINDS = ("BPE", "Unigram")
+PAUSE_S = 0.02
 
 
 class _Tokens:
@@ -63,6 +65,8 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: Collection[int
                 special.append(added["id"])
     ends = sorted(eos_token_ids)
     wrapper = _Tokens(tokens, special, ends[0])
-    wrapper.made = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=ends)  # type: ignore[arg-type]
+    # In two parts, between which others get the interpreter's lock.
+    wrapper.made = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=ends, slices=[])  # type: ignore[arg-type]
     wrapper.tokens = []  # they have been read
-    return wrapper.made
+    time.sleep(PAUSE_S)
+    return wrapper.made.with_slices(LLTokenizer.general_slices())

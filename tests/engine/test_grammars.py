@@ -363,6 +363,21 @@ def test_a_slow_mask_delays_only_its_own_answer(llm: LLM, slow_masks: threading.
     assert [tokens[name] for name in "abc"] == [choices[0] for choices in expected]
 
 
+def test_masks_that_are_late_now_and_then_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, prompts = mixed()
+    expected = tokens_of(ask(llm, params, prompts))
+    find, chance = engine_grammars.Grammars._find, random.Random(3)
+
+    def sometimes_slow(self: Any, *rest: Any) -> Any:
+        if chance.random() < 0.1:
+            time.sleep(0.03)
+        return find(self, *rest)
+
+    monkeypatch.setattr(engine_grammars.Grammars, "_find", sometimes_slow)
+    monkeypatch.setattr(engine_grammars, "LATE_ALONE_S", 0.01)
+    assert tokens_of(ask(llm, params, prompts)) == expected
+
+
 def test_a_mask_that_never_comes_ends_its_answer(
     llm: LLM, slow_masks: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

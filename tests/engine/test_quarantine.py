@@ -210,13 +210,13 @@ def test_one_whose_logits_are_not_numbers(core: EngineCore, alone: Answers, monk
     core.scheduler.blocks.reset_prefix_cache()
     sample = core.executor.sampler.sample
 
-    def spoilt(logits: torch.Tensor, sequences: list[SequenceState]) -> Any:
+    def spoilt(logits: torch.Tensor, sequences: list[SequenceState], *rest: Any) -> Any:
         logits = logits.clone()
         for row, state in enumerate(sequences):
             sequence = core.scheduler.sequences[state.seq_id]
             if sequence.request_id == POISON and sequence.output_len == 5:
                 logits[row] = torch.nan
-        return sample(logits, sequences)
+        return sample(logits, sequences, *rest)
 
     monkeypatch.setattr(core.executor.sampler, "sample", spoilt)
     bad = poison()

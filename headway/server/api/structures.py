@@ -37,7 +37,7 @@ def refused(body: GenerationBody, reason: str) -> ApiError:
     field, asked = _field_of(body), body.response_format
     if asked is not None and asked.json_schema is not None:
         field = f"{_SCHEMA}.schema"
-    return bad_request(f"{field}: {reason}", field)
+    return bad_request(reason if field is None else f"{field}: {reason}", field)
 
 
 def _field_of(body: GenerationBody) -> str | None:
