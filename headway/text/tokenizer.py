@@ -131,7 +131,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of some texts that are special tokens, with their ids."""
+        """Ids of the special tokens among some texts, by text."""
         found = {text: self.backend.token_to_id(text) for text in texts}
         return {text: token_id for text, token_id in found.items() if token_id in self.special_ids}
 
