@@ -144,7 +144,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
-        """The ids of those of the texts that are special tokens, by text."""
+        """The ids of special tokens among some texts, by text."""
         found = {text: self.backend.token_to_id(text) for text in texts}
         return {text: token_id for text, token_id in found.items() if token_id in self.special_ids}
 

@@ -17,9 +17,11 @@ from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.schemas import ChatBody
 from headway.server.api.streaming import EventWriter
+from headway.server.generation import Generation
 from headway.server.service import Service
 from headway.text.calls.events import Arguments, CallBegin, CallEnd, Event, Text
 from headway.text.calls.parser import AnswerParser
+from headway.text.tokenizer import Tokenizer
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -134,8 +136,8 @@ def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> 
 class ParsedChatAnswer(ChatAnswer):
     """A chat completion of choices that are parsed."""
 
-    def __init__(self, generation: Any, body: ChatBody, *args: Any) -> None:
-        super().__init__(generation, body, *args)
+    def __init__(self, generation: Generation, body: ChatBody, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(generation, body, model, tokenizer)
         self._with_reasoning = body.include_reasoning
         self._delta: dict[str, Any] = {}  # of the chunk that is written now
 
