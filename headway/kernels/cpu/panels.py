@@ -23,7 +23,7 @@ from headway.kernels.cpu.arithmetic import (
     operands,
     tile_vectors,
 )
-from headway.kernels.cpu.compile import intrinsic, types
+from headway.kernels.cpu.compile import Kind, Number, emitted, int64
 from headway.kernels.cpu.ir import (
     F32,
     FLOATS,
@@ -43,11 +43,11 @@ TOTALS_BYTES = PANEL * 4  # the bytes of one token's sums
 _LINE = 64
 
 
-@intrinsic(prefer_literal=True)
+@emitted
 def multiply_panel(
-    typing: Any, kind: Any, tokens: Any, x: Any, x_stride: Any, packed: Any, words: Any, totals: Any, scales: Any,
-    scales_stride: Any, ahead: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, tokens: Number, x: int64, x_stride: int64, packed: int64, words: int64, totals: int64,
+    scales: int64, scales_stride: int64, ahead: int64,
+) -> None:  # fmt: skip
     """totals[t, row] += the sum over words of a panel's weights packed[step, row] times x[t, word].
 
     For 1 to TILE_TOKENS tokens. x has x_stride bytes between tokens; totals are float32, TOTALS_BYTES a token. For an
@@ -55,19 +55,11 @@ def multiply_panel(
     multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched. Code for a
     number of tokens that is a literal is for no other.
     """
-    if kind.name not in ARITHMETIC:
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        block = _Block(kind, *arguments[2:])
-        if isinstance(tokens, types.IntegerLiteral):
-            each_vector(kind, tokens.literal_value, partial(_tile, builder, block))
-        else:
-            tiles_of(builder, kind, arguments[1], partial(_tile, builder, block))
-        return context.get_dummy_value()
-
-    known = tokens if isinstance(tokens, types.IntegerLiteral) else types.int64
-    return types.void(kind, known, *[types.int64] * 8), generate
+    tile = partial(_tile, builder, _Block(kind, x, x_stride, packed, words, totals, scales, scales_stride, ahead))
+    if isinstance(tokens, int):
+        each_vector(kind, tokens, tile)
+    else:
+        tiles_of(builder, kind, tokens, tile)
 
 
 def tiles_of(builder: Any, kind: Any, tokens: Any, tile: Callable[[int, int], None]) -> None:
@@ -147,43 +139,31 @@ def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
         write(builder, result, place)
 
 
-@intrinsic
-def add_scaled(typing: Any, sums: Any, totals: Any, scales: Any) -> Any:
+@emitted
+def add_scaled(builder: Any, sums: int64, totals: int64, scales: int64) -> None:
     """totals[row] += sums[row] of a token and block, int32, scaled as multiply_panel does, bit for bit."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, totals, scales = arguments
-        factor = splat(builder, read(builder, scales, F32), FLOATS)
-        start = splat(builder, read(builder, builder.add(scales, index(4)), I32), WORDS)
-        for vector in range(PANEL_VECTORS):
-            place = index(vector * VECTOR_BYTES)
-            total = builder.add(read(builder, builder.add(sums, place), WORDS), start)
-            to = builder.add(totals, place)
-            write(builder, fused(builder, read(builder, to, FLOATS), builder.sitofp(total, FLOATS), factor), to)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    factor = splat(builder, read(builder, scales, F32), FLOATS)
+    start = splat(builder, read(builder, builder.add(scales, index(4)), I32), WORDS)
+    for vector in range(PANEL_VECTORS):
+        place = index(vector * VECTOR_BYTES)
+        total = builder.add(read(builder, builder.add(sums, place), WORDS), start)
+        to = builder.add(totals, place)
+        write(builder, fused(builder, read(builder, to, FLOATS), builder.sitofp(total, FLOATS), factor), to)
 
 
-@intrinsic
-def unpack_panel(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
+@emitted
+def unpack_panel(builder: Any, kind: Kind, packed: int64, words: int64, unpacked: int64) -> None:
     """Write the operands of a panel's words to unpacked[word, row], where several tiles read them."""
-    if kind.name not in ARITHMETIC:
-        return None
     layout = ARITHMETIC[kind.name]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
-            step = builder.sdiv(word, index(layout.words))
-            at = builder.add(arguments[1], builder.mul(step, index(PANEL * layout.lane_bytes)))
-            to = builder.add(arguments[3], builder.mul(word, index(PANEL_VECTORS * VECTOR_BYTES)))
-            for vector in range(PANEL_VECTORS):
-                for part, lanes in enumerate(operands(builder, kind, at, vector)):
-                    place = (part * PANEL_VECTORS + vector) * VECTOR_BYTES
-                    write(builder, lanes, builder.add(to, index(place)))
-            return nothing, layout.words
+    def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        step = builder.sdiv(word, index(layout.words))
+        at = builder.add(packed, builder.mul(step, index(PANEL * layout.lane_bytes)))
+        to = builder.add(unpacked, builder.mul(word, index(PANEL_VECTORS * VECTOR_BYTES)))
+        for vector in range(PANEL_VECTORS):
+            for part, lanes in enumerate(operands(builder, kind, at, vector)):
+                place = (part * PANEL_VECTORS + vector) * VECTOR_BYTES
+                write(builder, lanes, builder.add(to, index(place)))
+        return nothing, layout.words
 
-        loop(builder, arguments[2], [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.int64), generate
+    loop(builder, words, [], body)
