@@ -9,8 +9,6 @@ are added depends on nothing else in the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from headway.kernels.cpu.arithmetic import (
@@ -55,7 +53,45 @@ def multiply_panel(
     multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched. Code for a
     number of tokens that is a literal is for no other.
     """
-    tile = partial(_tile, builder, _Block(kind, x, x_stride, packed, words, totals, scales, scales_stride, ahead))
+    layout = ARITHMETIC[kind.name]
+
+    def tile(count: int, vector: int) -> None:
+        """The product of `count` tokens with as many vectors as suit them, from number `vector` on."""
+        vector_bytes = layout.lane_bytes * LANES
+        inputs = [builder.add(x, builder.mul(x_stride, index(t))) for t in range(count)]
+        vectors = range(vector, vector + tile_vectors(count, kind))
+
+        def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
+            step = builder.sdiv(word, index(layout.words))
+            at = builder.add(packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
+            for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
+                prefetch(builder, builder.add(builder.add(at, ahead), index(line)))
+            weights = [operands(builder, kind, at, v) for v in vectors]
+            sums = list(sums)
+            for part in range(layout.words):
+                place = builder.mul(builder.add(word, index(part)), index(4))
+                for t, address in enumerate(inputs):
+                    value = splat(builder, read(builder, builder.add(address, place), I32), WORDS)
+                    for v, lanes in enumerate(weights):
+                        number = t * len(weights) + v
+                        sums[number] = multiply_add(builder, kind, sums[number], lanes[part], value)
+            return sums, layout.words
+
+        places = [builder.add(totals, index(t * TOTALS_BYTES + v * LANES * 4)) for t in range(count) for v in vectors]
+        if layout.integer:
+            of_tokens = [builder.add(scales, builder.mul(scales_stride, index(t))) for t in range(count)]
+            starts = [splat(builder, read(builder, builder.add(at, index(4)), I32), WORDS) for at in of_tokens]
+            sums = loop(builder, words, [start for start in starts for _ in vectors], body)
+            factors = [splat(builder, read(builder, at, F32), FLOATS) for at in of_tokens for _ in vectors]
+            results = [
+                fused(builder, read(builder, place, FLOATS), builder.sitofp(total, FLOATS), factor)
+                for place, total, factor in zip(places, sums, factors, strict=True)
+            ]
+        else:
+            results = loop(builder, words, [read(builder, place, FLOATS) for place in places], body)
+        for result, place in zip(results, places, strict=True):
+            write(builder, result, place)
+
     if isinstance(tokens, int):
         each_vector(kind, tokens, tile)
     else:
@@ -81,62 +117,6 @@ def each_vector(kind: Any, tokens: int, tile: Callable[[int, int], None]) -> Non
     """Go through a panel with so many tokens."""
     for vector in range(0, PANEL_VECTORS, tile_vectors(tokens, kind)):
         tile(tokens, vector)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The arguments of multiply_panel as LLVM values."""
-
-    kind: Any
-    x: Any
-    x_stride: Any
-    packed: Any
-    words: Any
-    totals: Any
-    scales: Any
-    scales_stride: Any
-    ahead: Any
-
-
-def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
-    """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
-    layout = ARITHMETIC[block.kind.name]
-    vector_bytes = layout.lane_bytes * LANES
-    inputs = [builder.add(block.x, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
-    vectors = range(vector, vector + tile_vectors(tokens, block.kind))
-
-    def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
-        step = builder.sdiv(word, index(layout.words))
-        at = builder.add(block.packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
-        for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
-            prefetch(builder, builder.add(builder.add(at, block.ahead), index(line)))
-        weights = [operands(builder, block.kind, at, v) for v in vectors]
-        sums = list(sums)
-        for part in range(layout.words):
-            place = builder.mul(builder.add(word, index(part)), index(4))
-            for t, address in enumerate(inputs):
-                value = splat(builder, read(builder, builder.add(address, place), I32), WORDS)
-                for v, lanes in enumerate(weights):
-                    number = t * len(weights) + v
-                    sums[number] = multiply_add(builder, block.kind, sums[number], lanes[part], value)
-        return sums, layout.words
-
-    places = [
-        builder.add(block.totals, index(t * TOTALS_BYTES + v * LANES * 4)) for t in range(tokens) for v in vectors
-    ]
-    if layout.integer:
-        scales = [builder.add(block.scales, builder.mul(block.scales_stride, index(t))) for t in range(tokens)]
-        starts = [splat(builder, read(builder, builder.add(at, index(4)), I32), WORDS) for at in scales]
-        sums = loop(builder, block.words, [start for start in starts for _ in vectors], body)
-        factors = [splat(builder, read(builder, at, F32), FLOATS) for at in scales for _ in vectors]
-        results = [
-            fused(builder, read(builder, place, FLOATS), builder.sitofp(total, FLOATS), factor)
-            for place, total, factor in zip(places, sums, factors, strict=True)
-        ]
-    else:
-        results = loop(builder, block.words, [read(builder, place, FLOATS) for place in places], body)
-    for result, place in zip(results, places, strict=True):
-        write(builder, result, place)
 
 
 @emitted
