@@ -20,9 +20,7 @@ from headway.cost.values import ConfigValues, ModelError
 from headway.models.families import (
     ACTS,
     ARCHITECTURES,
-    DEFAULTS,
     LACKING,
-    LOCAL_THETAS,
     OTHER_PARTS,
     PLAIN,
     WITHIN,
@@ -121,7 +119,8 @@ class ModelConfig:
         text = text_part(raw)
         shape = read_shape(text, source, tuple(ARCHITECTURES))
         name = next(each for each in text["architectures"] if each in ARCHITECTURES)
-        values, traits = ConfigValues(text, source, DEFAULTS.get(name, {})), ARCHITECTURES[name]
+        traits = ARCHITECTURES[name]
+        values = ConfigValues(text, source, traits.defaults)
         if text is not raw:
             values = replace(values, raw=without_image_positions(text))
         packed = read_packed(values)
@@ -134,7 +133,7 @@ class ModelConfig:
             raise values.error(traits.act, f"is not supported; only {acts[0]} is")
         if shape.head_dim % 2:
             raise ModelError(f"{source}: head_dim is {shape.head_dim}; rotary embeddings need an even number")
-        rope, local_rope = _ropes(values, name, shape)
+        rope, local_rope = _ropes(values, traits.local_theta, shape)
         if shape.latent is not None:
             _check_latent(values, shape.latent)
             traits = replace(traits, turns_neighbours=values.boolean("rope_interleave", True))
@@ -214,13 +213,13 @@ def _refuse_lacking(raw: Mapping[str, Any], source: str) -> None:
         raise ModelError(f"{source}: {lacking} needs {LACKING[lacking]}, which this version does not have")
 
 
-def _ropes(values: ConfigValues, architecture: str, shape: ModelShape) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(values: ConfigValues, local_theta: str | None, shape: ModelShape) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary positions, and those of layers with a window where they are others."""
     local = None
-    if architecture in LOCAL_THETAS:
+    if local_theta is not None:
         of_kinds = [part.head_dim for part in shape.parts if part.sliding_windows[0] is None]
         head_dims = of_kinds[0] if shape.kinds else shape.head_dim, shape.head_dim
-        rope, local = read_two_ropes(values, LOCAL_THETAS[architecture], head_dims, shape.max_positions)
+        rope, local = read_two_ropes(values, local_theta, head_dims, shape.max_positions)
     else:
         turned = shape.head_dim if shape.latent is None else shape.latent.rope_dim
         rope = read_rope(values, turned, shape.max_positions)

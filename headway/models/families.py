@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -44,6 +44,8 @@ class Traits:
         centred: norms subtract the mean. All that is added to the residual stream gets a mean of 0 while loading, so
             that the norms need not.
         beside: attention and the feed-forward layer read the same, and are added together.
+        local_theta: the key of the theta of layers with a window, where these have their own positions.
+        defaults: what the architecture assumes for keys that only the decoder reads.
     """
 
     norms: NormNames = _PLAIN_NORMS
@@ -60,13 +62,26 @@ class Traits:
     inputs_first: bool = False
     centred: bool = False
     beside: bool = False
+    local_theta: str | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 PLAIN = Traits()
-_GEMMA = Traits(_GEMMA_NORMS, "gelu_tanh", "hidden_activation", norm_offset=1.0)
+_SMALL, _SMALLER = ({"rms_norm_eps": eps} for eps in (1e-5, 1e-6))
+_SMALL_EPS, _SMALLER_EPS = Traits(defaults=_SMALL), Traits(defaults=_SMALLER)
+_GEMMA = Traits(
+    _GEMMA_NORMS,
+    "gelu_tanh",
+    "hidden_activation",
+    norm_offset=1.0,
+    defaults=_SMALLER | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+)
+_OLMO = Traits(_OLMO_NORMS, defaults=_SMALL)
 _NEIGHBOURS = Traits(turns_neighbours=True)
-_NEXT = Traits(norm_offset=1.0, unused=("mtp.",), fused=("in_proj_qkvz", "in_proj_ba"))
-_QWEN_3_5 = replace(_NEXT, fused=())
+_ERNIE = replace(_NEIGHBOURS, defaults=_SMALL | {"rope_theta": 500_000.0})
+_QWEN_3_5 = Traits(
+    norm_offset=1.0, unused=("mtp.",), defaults=_SMALLER | {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
+)
 _LFM2 = Traits(
     norms=NormNames("operator_norm", mlp="ffn_norm"),
     eps="norm_eps",
@@ -79,6 +94,7 @@ _LFM2 = Traits(
         (".self_attn.k_norm.", ".self_attn.k_layernorm."),
         ("model.norm.", "model.embedding_norm."),
     ),
+    defaults={"norm_eps": 1e-5, "rope_theta": 1_000_000.0},
 )
 _LFM2_MOE = replace(
     _LFM2,
@@ -88,6 +104,7 @@ _LFM2_MOE = replace(
         (".mlp.expert_bias", ".feed_forward.expert_bias"),
         (".mlp.experts.", ".feed_forward.experts."),
     ),
+    defaults=_LFM2.defaults | {"norm_topk_prob": True, "use_expert_bias": True},
 )
 # A checkpoint that also reads images has one of these ways to name the parts that read text.
 WITHIN: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -113,24 +130,37 @@ OTHER_PARTS = (
 _HUNYUAN = Traits(
     stored=((".self_attn.q_norm.", ".self_attn.query_layernorm."), (".self_attn.k_norm.", ".self_attn.key_layernorm.")),
     norms_behind=True,
+    defaults=_SMALL,
 )
-_COHERE = Traits(norms=NormNames(mlp=None), eps="layer_norm_eps", turns_neighbours=True, centred=True, beside=True)
-_GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True)
+_COHERE = Traits(
+    norms=NormNames(mlp=None),
+    eps="layer_norm_eps",
+    turns_neighbours=True,
+    centred=True,
+    beside=True,
+    defaults={"layer_norm_eps": 1e-5},
+)
+_HALF_TURNED = {"partial_rotary_factor": 0.5}
+_GLM = Traits(fused=("gate_up_proj",), turns_neighbours=True, defaults=_HALF_TURNED)
+_GEMMA_4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 # The architectures whose tensors and operations the decoder has.
 ARCHITECTURES: dict[str, Traits] = {
     "LlamaForCausalLM": Traits(),
     "MistralForCausalLM": Traits(),
     "MixtralForCausalLM": Traits(),
-    "Ministral3ForCausalLM": Traits(),
+    "Ministral3ForCausalLM": _SMALL_EPS,
     "Qwen2ForCausalLM": Traits(),
     "Qwen2MoeForCausalLM": Traits(),
     "Qwen3ForCausalLM": Traits(),
     "Qwen3MoeForCausalLM": Traits(),
-    "OlmoeForCausalLM": Traits(),
-    "MiniMaxM2ForCausalLM": Traits(),
-    "Ernie4_5ForCausalLM": _NEIGHBOURS,
-    "Ernie4_5_MoeForCausalLM": replace(_NEIGHBOURS, unused=("model.mtp_",)),
-    "SeedOssForCausalLM": Traits(),
+    "OlmoeForCausalLM": _SMALL_EPS,
+    "MiniMaxM2ForCausalLM": Traits(defaults=_SMALLER | {"rope_theta": 5_000_000.0}),
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(_ERNIE, unused=("model.mtp_",)),
+    "SeedOssForCausalLM": _SMALLER_EPS,
     "GraniteForCausalLM": Traits(),
     "GraniteMoeForCausalLM": Traits(
         stored=(
@@ -148,27 +178,42 @@ ARCHITECTURES: dict[str, Traits] = {
     ),
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),
-    "GptOssForCausalLM": Traits(gate="clamped"),
-    "GemmaForCausalLM": replace(_GEMMA, norms=_PLAIN_NORMS),
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": _GEMMA,
-    "Gemma4ForCausalLM": replace(
-        _GEMMA, norm_offset=0.0, stored=(("mlp.experts.", "experts."), (".mlp.gate.", ".router.proj."))
+    "GptOssForCausalLM": Traits(gate="clamped", defaults={"torch_dtype": "bfloat16"}),
+    "GemmaForCausalLM": replace(
+        _GEMMA,
+        norms=_PLAIN_NORMS,
+        # The first files of Gemma have the exact GELU in "hidden_act" by mistake.
+        defaults=_SMALLER | {"hidden_activation": "gelu_pytorch_tanh"},
     ),
-    "Olmo2ForCausalLM": Traits(_OLMO_NORMS),
-    "Olmo3ForCausalLM": Traits(_OLMO_NORMS),
+    "Gemma2ForCausalLM": replace(
+        _GEMMA, defaults=_GEMMA.defaults | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    ),
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        local_theta="rope_local_base_freq",
+        defaults=_GEMMA.defaults | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    ),
+    "Gemma4ForCausalLM": replace(
+        _GEMMA,
+        norm_offset=0.0,
+        stored=(("mlp.experts.", "experts."), (".mlp.gate.", ".router.proj.")),
+        local_theta="rope_local_base_freq",
+        defaults=_GEMMA.defaults | {"rope_parameters": _GEMMA_4_ROPES},
+    ),
+    "Olmo2ForCausalLM": _OLMO,
+    "Olmo3ForCausalLM": replace(_OLMO, local_theta="rope_theta", defaults=_SMALL | {"rope_theta": 500_000.0}),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
-    "Glm4MoeForCausalLM": Traits(),
+    "Glm4MoeForCausalLM": Traits(defaults=_HALF_TURNED),
     "Glm4MoeLiteForCausalLM": _NEIGHBOURS,
     "DeepseekV2ForCausalLM": _NEIGHBOURS,
     "DeepseekV3ForCausalLM": _NEIGHBOURS,
-    "Qwen3NextForCausalLM": _NEXT,
+    "Qwen3NextForCausalLM": replace(_QWEN_3_5, fused=("in_proj_qkvz", "in_proj_ba")),
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5MoeForCausalLM": _QWEN_3_5,
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2_MOE,
-    "Qwen3VLMoeForCausalLM": Traits(inputs_first=True),
+    "Qwen3VLMoeForCausalLM": Traits(inputs_first=True, defaults={"norm_topk_prob": True}),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": _COHERE,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
@@ -222,52 +267,3 @@ LACKING = {
 }
 # The names of gates' functions in config.json.
 ACTS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
-_QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "norm_topk_prob": True}
-# Defaults that architectures assume for keys that only the decoder reads.
-_GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    # The first files of Gemma have the exact GELU in "hidden_act" by mistake.
-    "GemmaForCausalLM": {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
-    "Gemma2ForCausalLM": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "Gemma4ForCausalLM": _GEMMA_DEFAULTS
-    | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        }
-    },
-    "Gemma3ForCausalLM": _GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
-    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    "GptOssForCausalLM": {"torch_dtype": "bfloat16"},
-    "Qwen3NextForCausalLM": _QWEN_DEFAULTS,
-    "Qwen3_5ForCausalLM": _QWEN_DEFAULTS,
-    "Qwen3_5MoeForCausalLM": _QWEN_DEFAULTS,
-    "Lfm2ForCausalLM": {"norm_eps": 1e-5, "rope_theta": 1_000_000.0},
-    "Lfm2MoeForCausalLM": {
-        "norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "norm_topk_prob": True,
-        "use_expert_bias": True,
-    },
-    "Qwen3VLMoeForCausalLM": {"norm_topk_prob": True},
-    "CohereForCausalLM": {"layer_norm_eps": 1e-5},
-    "Cohere2ForCausalLM": {"layer_norm_eps": 1e-5},
-    "HunYuanDenseV1ForCausalLM": {"rms_norm_eps": 1e-5},
-    "HunYuanMoEV1ForCausalLM": {"rms_norm_eps": 1e-5},
-    "MiniMaxM2ForCausalLM": {"rms_norm_eps": 1e-6, "rope_theta": 5_000_000.0},
-    "Ernie4_5ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    "Ernie4_5_MoeForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
-    "SeedOssForCausalLM": {"rms_norm_eps": 1e-6},
-    "Ministral3ForCausalLM": {"rms_norm_eps": 1e-5},
-    "GlmForCausalLM": {"partial_rotary_factor": 0.5},
-    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
-    "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
-}
-# The key of the theta of layers with a window, if these have their own positions.
-LOCAL_THETAS = {
-    "Gemma4ForCausalLM": "rope_local_base_freq",
-    "Gemma3ForCausalLM": "rope_local_base_freq",
-    "Olmo3ForCausalLM": "rope_theta",
-}

@@ -8,7 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headway.planner.answer import answer, headline
-from headway.planner.formula import DOCUMENTS, result
+from headway.planner.formula import DOCUMENTS
 from headway.planner.formulas import formulas
 from headway.planner.plan import Plan
 from headway.planner.tables import tables
@@ -53,8 +53,7 @@ def print_explained(plan: Plan, console: Console) -> None:
     for formula in formulas(plan):
         console.print()
         console.print(Text.assemble((formula.name, "bold"), f"  [{formula.source}]"))
-        for line in (formula.rule, formula.numbers and f"= {formula.numbers}", result(formula)):
-            if line:
-                console.print(Padding(Text(line), (0, 0, 0, 4)))
+        for line in filter(None, formula.lines):
+            console.print(Padding(Text(line), (0, 0, 0, 4)))
     console.print()
     console.print(Text("; ".join(f"document {number}: {title}" for number, title in DOCUMENTS.items()), style="dim"))

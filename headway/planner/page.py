@@ -6,7 +6,6 @@ from pathlib import Path
 
 from headway.planner import pictures, tables
 from headway.planner.answer import answer, headline
-from headway.planner.formula import result
 from headway.planner.formulas import formulas
 from headway.planner.plan import Estimate, Plan
 from headway.planner.words import bar, dollars, gigabytes
@@ -136,6 +135,6 @@ def _money(plan: Plan) -> Section | None:
 
 
 def _formulas(plan: Plan) -> Table:
-    rows = [cells(f.name, f.rule, f.numbers and f"= {f.numbers}", result(f), f.source) for f in formulas(plan)]
+    rows = [cells(f.name, *f.lines, f.source) for f in formulas(plan)]
     columns = ("", "formula", "numbers", "result", "source")
     return Table("Each figure with the numbers put in", columns, tuple(rows), left=frozenset({1, 2, 3, 4}))

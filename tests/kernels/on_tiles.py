@@ -58,7 +58,7 @@ def check_integers(scheme: str) -> int:
                     (kernels.gated_linear if gated else kernels.linear)(Weight(weight.clone(), scheme), None)
                     for kernels in (vectors, tiles)
                 ]
-                for tokens in (1, 6, 13, 16, 17, 33, 49):
+                for tokens in (1, 6, 10, 13, 16, 17, 33, 49):
                     expected, got = (linear(x[:tokens]) for linear in products)
                     assert torch.equal(got, expected), (scheme, least, out, width, gated, tokens)
                     checked += 1

@@ -82,9 +82,9 @@ def test_arm(tmp_path: Path) -> None:
     ("scheme", "printed"),
     [
         ("none", "23"),
-        pytest.param("int8", "88", marks=pytest.mark.slow),
-        pytest.param("int4", "87", marks=pytest.mark.slow),
-        pytest.param("int8-weight-only", "87", marks=pytest.mark.slow),
+        pytest.param("int8", "100", marks=pytest.mark.slow),
+        pytest.param("int4", "99", marks=pytest.mark.slow),
+        pytest.param("int8-weight-only", "99", marks=pytest.mark.slow),
         pytest.param("groups", "145", marks=pytest.mark.slow),
         pytest.param("engine", "30", marks=pytest.mark.slow),
     ],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from headway.planner.console import print_explained
-from headway.planner.formula import Formula, plain, result
+from headway.planner.formula import Formula, added, given, larger, plain
 from headway.planner.formulas import formulas
 from headway.planner.json import as_object
 from headway.planner.make import make_plan
@@ -47,18 +49,19 @@ def printed(line: str) -> float:
     return float(line.removeprefix("= ").split()[0].replace(",", ""))
 
 
-@pytest.mark.parametrize(("model", "hardware", "given"), LOADS)
-def test_every_right_hand_side_gives_its_result(model: str, hardware: str, given: dict[str, Any]) -> None:
-    found = list(formulas(make_plan(PlanRequest(model, hardware, **given))))
+@pytest.mark.parametrize(("model", "hardware", "more"), LOADS)
+def test_every_right_hand_side_gives_its_result(model: str, hardware: str, more: dict[str, Any]) -> None:
+    found = list(formulas(make_plan(PlanRequest(model, hardware, **more))))
     for formula in found:
+        _, numbers, result = formula.lines
         assert formula.source and formula.rule
-        if formula.numbers:
-            assert computed(formula.numbers) == pytest.approx(printed(result(formula)), rel=2e-4, abs=1e-9), formula
-    assert sum(bool(formula.numbers) for formula in found) > 20
+        if numbers:
+            assert computed(numbers.removeprefix("= ")) == pytest.approx(printed(result), rel=2e-4, abs=1e-9), formula
+    assert sum(bool(formula.lines[1]) for formula in found) > 20
 
 
-def by_name(**given: Any) -> dict[str, float]:
-    return {each.name: each.value for each in formulas(make_plan(PlanRequest(hardware="H100-SXM", **given)))}
+def by_name(**more: Any) -> dict[str, float]:
+    return {each.name: each.value for each in formulas(make_plan(PlanRequest(hardware="H100-SXM", **more)))}
 
 
 def test_documents_are_quoted_by_their_own_definitions() -> None:
@@ -93,6 +96,7 @@ def test_a_cached_prefix_changes_the_bytes_of_a_prefill_and_not_those_of_a_decod
 
 
 # Which formula each headline figure of the JSON object is the result of.
+PROMPTS_PAY = "where prompts pay for the time that they take alone"
 HEADLINES = {
     "weights_bytes": "Bytes of weights",
     "kv_bytes_per_token": "Cache of a token",
@@ -104,7 +108,10 @@ HEADLINES = {
     "intensity_prefill": "Arithmetic intensity of the prefill",
     "intensity_decode": "Arithmetic intensity of the decode step",
     "ridge_flops_per_byte": "Ridge",
+    "parameters": "Parameters",
     "ttft_ms": "TTFT",
+    "ttft_ms_low": "TTFT, low end of the 80 % bar",
+    "tpot_ms_high": "TPOT, high end of the 80 % bar",
     "tpot_ms": "TPOT",
     "ttlt_ms": "TTLT",
     "output_tokens_per_s": "Output tokens/s",
@@ -113,18 +120,31 @@ HEADLINES = {
     "compute_bound_batch": "Batch from which on whole decode steps are compute-bound",
     "compute_bound_batch_weights": "Batch from which on products with weights are compute-bound",
     "cost_per_million_output_tokens": "Price of 1M output tokens",
+    "split_cost_per_million_input_tokens": f"Price of 1M input tokens, {PROMPTS_PAY}",
+    "split_cost_per_million_output_tokens": f"Price of 1M output tokens, {PROMPTS_PAY}",
+    "tokens_per_s_per_watt": "Tokens/s/W",
+    "kwh_per_million_output_tokens": "Energy of 1M output tokens",
+    "kv_pool_bytes_per_device": "Memory left for the cache, of a device",
+    "prefill_ms": "Time of the prefill",
+    "prefill_floor_ms": "Least time of the prefill",
+    "decode_step_ms": "Time of the decode step",
+    "decode_step_floor_ms": "Least time of the decode step",
 }
 
 
-@pytest.mark.parametrize(("model", "hardware", "given"), LOADS)
-def test_every_headline_figure_is_explained(model: str, hardware: str, given: dict[str, Any]) -> None:
-    plan = make_plan(PlanRequest(model, hardware, **given))
+@pytest.mark.parametrize(("model", "hardware", "more"), LOADS)
+def test_every_headline_figure_is_explained(model: str, hardware: str, more: dict[str, Any]) -> None:
+    plan = make_plan(PlanRequest(model, hardware, **more))
     values = {formula.name: formula.value for formula in formulas(plan)}
     assert len(values) == len(list(formulas(plan))), "two formulas have the same name"
     figures = as_object(plan)
     for key, name in HEADLINES.items():
-        if figures[key] is not None:
+        if figures[key] is not None and not (name.endswith("bar") and plan.load == "rate"):
             assert values[name] == pytest.approx(figures[key]), key
+    for key, name in (("total", "Loading the model"), ("layout", "Layout, loading the model")):
+        assert values[name] == pytest.approx(figures["loading_s"][key])
+    if plan.speculated is not None:
+        assert values["Tokens of a step with speculation"] == pytest.approx(plan.speculated.accepted)
 
 
 def test_a_cache_saves_a_pass_over_all_tokens_but_the_last() -> None:
@@ -139,7 +159,19 @@ def test_a_cache_saves_a_pass_over_all_tokens_but_the_last() -> None:
 
 def test_numbers_are_written_so_that_they_can_be_put_in() -> None:
     assert [plain(n) for n in (3, 131072, 2.0, 0.0123456789, 1.5e30)] == ["3", "131,072", "2", "0.0123457", "1.5e+30"]
-    assert result(Formula("", "", "", 1024.0, "bytes", "")) == "= 1,024 bytes"
+    assert Formula("", "", 1024.0, "bytes", "").lines == ("", "", "= 1,024 bytes")
+    five = given(5)
+    for number, text, value in (
+        ((five + 1) * 2 - (five - 1) / (2 * five), "(5 + 1) * 2 - (5 - 1) / (2 * 5)", 11.6),
+        (2 - (five - (five - 1)) ** (1 / (five + 1)), "2 - (5 - (5 - 1))^(1 / (5 + 1))", 1),
+        (
+            larger(0, 10**18 * five / 2) * added([five, five]),
+            "max(0, 1000000000000000000 * 5 / 2) * (5 + 5)",
+            25 * 10**18,
+        ),
+    ):
+        assert (number.text, number.value) == (text, value)
+        assert computed(text) == pytest.approx(value)
 
 
 def test_it_is_printed_with_sources_also_on_a_narrow_terminal() -> None:
@@ -153,3 +185,16 @@ def test_it_is_printed_with_sources_also_on_a_narrow_terminal() -> None:
         words = " ".join(" ".join(lines).split())
         assert "= 2 * 32 * 8 * 128 * 16 / 8 = 131,072 bytes" in words
         assert "document 001, chapter 8" in words
+
+
+def test_a_step_of_a_model_with_recurrent_layers_is_the_sum_of_all_its_parts(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 4096, "vocab_size": 65_536, "max_position_embeddings": 32_768}
+    config = {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [2, 5], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = make_plan(PlanRequest(str(tmp_path), "H100-SXM"))
+    found = {formula.name: formula for formula in formulas(plan)}
+    for name, flops in (("prefill", plan.prefill.flops), ("decode step", plan.decode.flops)):
+        whole = found[f"FLOPs of the {name}"]
+        assert whole.value == flops
+        assert whole.rule.endswith("+ recurrent layers")

@@ -15,7 +15,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from llvmlite import binding, ir
 
@@ -69,6 +69,14 @@ class _Types:
 
 
 types: Any = _Types()
+# The annotations of functions that are `emitted`.
+Kind: TypeAlias = Any
+Number: TypeAlias = Any
+boolean: TypeAlias = Any
+float32: TypeAlias = Any
+float64: TypeAlias = Any
+int32: TypeAlias = Any
+int64: TypeAlias = Any
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -87,15 +95,36 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return lambda function: _LazyFunction(lambda: make(function), function)
 
 
-def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Numba's decorator of functions that write LLVM IR."""
-    if function is None:
-        return lambda function: intrinsic(function, **options)
+def emitted(function: Callable[..., Any]) -> Any:
+    """An operation for compiled functions, as LLVM IR that `function(builder, *arguments)` writes.
+
+    Its annotations are the types of Numba: arguments are LLVM's values of these, and so is what it returns. But a Kind
+    is a type of Numba itself, and a Number that stands in the code is an int.
+    """
+    _, *names, result = function.__annotations__.values()
+
+    def type_of(name: str) -> Any:
+        return getattr(types, {"Number": "int64", "None": "void"}.get(name, name))
+
+    @functools.wraps(function)
+    def typed(typing: Any, *given: Any) -> Any:
+        known, kinds = [], []
+        for name, kind in zip(names, given, strict=True):
+            is_number = name == "Number" and isinstance(kind, types.IntegerLiteral)
+            known.append(kind.literal_value if is_number else kind if name == "Kind" else None)
+            kinds.append(type_of(name) if known[-1] is None else kind)
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            arguments = (value if each is None else each for each, value in zip(known, values, strict=True))
+            made = function(builder, *arguments)
+            return context.get_dummy_value() if made is None else made
+
+        return type_of(result)(*kinds), generate
 
     def make() -> Any:
         from numba.extending import intrinsic
 
-        return intrinsic(**options)(function) if options else intrinsic(function)
+        return intrinsic(prefer_literal="Number" in names)(typed)
 
     return _LazyFunction(make)
 

@@ -44,7 +44,7 @@ from headway.kernels.cpu.arithmetic import (
     operands,
     tile_vectors,
 )
-from headway.kernels.cpu.compile import compiled, intrinsic, types
+from headway.kernels.cpu.compile import Kind, compiled, emitted, int64
 from headway.kernels.cpu.ir import (
     F32,
     FLOATS,
@@ -161,27 +161,23 @@ def _nibbles(stored: Tensor) -> Tensor:
     return torch.cat(halves, dim=2).view(len(stored), -1)
 
 
-@intrinsic
+@emitted
 def multiply_groups(
-    typing: Any, kind: Any, tokens: Any, x: Any, x_stride: Any, packed: Any, groups: Any, totals: Any, scales: Any,
-    scales_stride: Any, ahead: Any, group_bytes: Any, slices: Any, first: Any, shift: Any, row_scales: Any, minima: Any,
-    minima_stride: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, tokens: int64, x: int64, x_stride: int64, packed: int64, groups: int64, totals: int64,
+    scales: int64, scales_stride: int64, ahead: int64, group_bytes: int64, slices: int64, first: int64,
+    shift: int64, row_scales: int64, minima: int64, minima_stride: int64,
+) -> None:  # fmt: skip
     """totals[t, row] += the sum over `groups` groups of a panel, from number `first` on, times x[t].
 
     It works like multiply_panel, for 1 to TILE_TOKENS tokens. packed and x are where the groups begin. scales gives two
     float32 for each group, from the first on: the activations' scale, and the sum of the group with the opposite sign.
     row_scales and minima are those of the panel.
     """
-    if kind.name not in ARITHMETIC:
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        block = _Groups(kind, *arguments[2:])
-        tiles_of(builder, kind, arguments[1], partial(_tile, builder, block))
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 16), generate
+    block = _Groups(
+        kind, x, x_stride, packed, groups, totals, scales, scales_stride, ahead, group_bytes, slices, first, shift,
+        row_scales, minima, minima_stride,
+    )  # fmt: skip
+    tiles_of(builder, kind, tokens, partial(_tile, builder, block))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import numpy as np
 from llvmlite import ir
 
 from headway.kernels.cpu.arithmetic import FLOAT4, GROUPS4, GROUPS8, INT4, INT8, PANEL, WIDE_INT8
-from headway.kernels.cpu.compile import compiled, intrinsic, types
+from headway.kernels.cpu.compile import Kind, compiled, emitted, int64, types
 from headway.kernels.cpu.ir import I8, I64, VECTOR_BYTES, declare, index, loop, prefetch
 from headway.kernels.cpu.simd import BFLOAT16, IS_X86, cpu_features
 
@@ -99,94 +99,70 @@ def _emit(builder: Any, name: str, tiles: tuple[int, ...], *operands: Any) -> No
     builder.call(declare(builder, name, ir.VoidType(), [value.type for value in values]), values)
 
 
-@intrinsic
-def configure(typing: Any, address: Any) -> Any:
+@emitted
+def configure(builder: Any, address: int64) -> None:
     """Lay out this thread's tiles."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "llvm.x86.ldtilecfg", (), arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    _emit(builder, "llvm.x86.ldtilecfg", (), address)
 
 
-@intrinsic
-def release(typing: Any) -> Any:
+@emitted
+def release(builder: Any) -> None:
     """Give this thread's tiles up, so that they need not be saved when it is interrupted."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "llvm.x86.tilerelease", ())
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    _emit(builder, "llvm.x86.tilerelease", ())
 
 
-@intrinsic
-def multiply_one(typing: Any, kind: Any, x: Any, x_stride: Any, packed: Any, steps: Any, sums: Any, fresh: Any) -> Any:
+@emitted
+def multiply_one(
+    builder: Any, kind: Kind, x: int64, x_stride: int64, packed: int64, steps: int64, sums: int64, fresh: int64,
+) -> None:  # fmt: skip
     """sums[t, row] (+)= the sum over steps of a panel's weights packed[step, row] times x[t, step].
 
     For as many tokens as the tiles are laid out for, x_stride bytes between them, and all rows of the panel; a step is
     STEP_WORDS words. Sums start from zero if fresh is not 0; they are float32, or int32 for an integer kind,
     _PANEL_ROW bytes a token.
     """
-    if kind.name not in _MULTIPLY:
-        return None
+    places = [builder.add(sums, index(vector * VECTOR_BYTES)) for vector in range(4)]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_stride, packed, steps, sums, fresh = arguments[1:]
-        places = [builder.add(sums, index(vector * VECTOR_BYTES)) for vector in range(4)]
+    def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
+        at = _place(builder, packed, step, STEP_BYTES)
+        _load(builder, _TOKENS[0], _place(builder, x, step, VECTOR_BYTES), x_stride)
+        for vector in range(4):
+            for line in range(vector * STEP_BYTES // 4, (vector + 1) * STEP_BYTES // 4, VECTOR_BYTES):
+                prefetch(builder, builder.add(at, index(_AHEAD + line)))
+            weights = _WEIGHTS[vector % 2]
+            _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
+            _emit(builder, _MULTIPLY[kind.name][0], (vector, _TOKENS[0], weights))
+        return [], 1
 
-        def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            at = _place(builder, packed, step, STEP_BYTES)
-            _load(builder, _TOKENS[0], _place(builder, x, step, VECTOR_BYTES), x_stride)
-            for vector in range(4):
-                for line in range(vector * STEP_BYTES // 4, (vector + 1) * STEP_BYTES // 4, VECTOR_BYTES):
-                    prefetch(builder, builder.add(at, index(_AHEAD + line)))
-                weights = _WEIGHTS[vector % 2]
-                _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                _emit(builder, _MULTIPLY[kind.name][0], (vector, _TOKENS[0], weights))
-            return [], 1
-
-        _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 6), generate
+    _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
 
 
-@intrinsic
+@emitted
 def multiply_two(
-    typing: Any, kind: Any, x: Any, other: Any, x_stride: Any, packed: Any, steps: Any, sums: Any, others: Any,
-    fresh: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, x: int64, other: int64, x_stride: int64, packed: int64, steps: int64, sums: int64,
+    others: int64, fresh: int64,
+) -> None:  # fmt: skip
     """Multiply half a panel with the tokens at x, as multiply_one does, and with as many at other.
 
     Sums of the tokens at other go to `others`. For WIDE_INT8, tokens at x are signed bytes, those at other unsigned.
     """
-    if kind.name not in _MULTIPLY:
-        return None
+    places = [builder.add(to, index(vector * VECTOR_BYTES)) for to in (sums, others) for vector in range(2)]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, other, x_stride, packed, steps, sums, others, fresh = arguments[1:]
-        places = [builder.add(to, index(vector * VECTOR_BYTES)) for to in (sums, others) for vector in range(2)]
+    def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
+        at = _place(builder, packed, step, STEP_BYTES)
+        for group, tokens in enumerate((x, other)):
+            _load(builder, _TOKENS[group], _place(builder, tokens, step, VECTOR_BYTES), x_stride)
+            for vector, weights in enumerate(_WEIGHTS):
+                if group == 0:
+                    _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
+                _emit(builder, _MULTIPLY[kind.name][group], (2 * group + vector, _TOKENS[group], weights))
+        for word in range(0 if kind == types.int8 else STEP_WORDS):  # which have been unpacked to a near cache
+            for vector in range(2):
+                ahead = _AHEAD + word * _PANEL_ROW + vector * VECTOR_BYTES
+                prefetch(builder, builder.add(at, index(ahead)))
+        return [], 1
 
-        def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            at = _place(builder, packed, step, STEP_BYTES)
-            for group, tokens in enumerate((x, other)):
-                _load(builder, _TOKENS[group], _place(builder, tokens, step, VECTOR_BYTES), x_stride)
-                for vector, weights in enumerate(_WEIGHTS):
-                    if group == 0:
-                        _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-                    _emit(builder, _MULTIPLY[kind.name][group], (2 * group + vector, _TOKENS[group], weights))
-            for word in range(0 if kind == types.int8 else STEP_WORDS):  # which have been unpacked to a near cache
-                for vector in range(2):
-                    ahead = _AHEAD + word * _PANEL_ROW + vector * VECTOR_BYTES
-                    prefetch(builder, builder.add(at, index(ahead)))
-            return [], 1
-
-        _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 8), generate
+    _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
 
 
 def _place(builder: Any, base: Any, number: Any, size: int) -> Any:

@@ -9,8 +9,6 @@ are added depends on nothing else in the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from headway.kernels.cpu.arithmetic import (
@@ -23,7 +21,7 @@ from headway.kernels.cpu.arithmetic import (
     operands,
     tile_vectors,
 )
-from headway.kernels.cpu.compile import intrinsic, types
+from headway.kernels.cpu.compile import Kind, Number, emitted, int64
 from headway.kernels.cpu.ir import (
     F32,
     FLOATS,
@@ -43,11 +41,11 @@ TOTALS_BYTES = PANEL * 4  # the bytes of one token's sums
 _LINE = 64
 
 
-@intrinsic(prefer_literal=True)
+@emitted
 def multiply_panel(
-    typing: Any, kind: Any, tokens: Any, x: Any, x_stride: Any, packed: Any, words: Any, totals: Any, scales: Any,
-    scales_stride: Any, ahead: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, tokens: Number, x: int64, x_stride: int64, packed: int64, words: int64, totals: int64,
+    scales: int64, scales_stride: int64, ahead: int64,
+) -> None:  # fmt: skip
     """totals[t, row] += the sum over words of a panel's weights packed[step, row] times x[t, word].
 
     For 1 to TILE_TOKENS tokens. x has x_stride bytes between tokens; totals are float32, TOTALS_BYTES a token. For an
@@ -55,19 +53,49 @@ def multiply_panel(
     multiplied with, and an int32 that they start from. What lies `ahead` bytes on in packed is prefetched. Code for a
     number of tokens that is a literal is for no other.
     """
-    if kind.name not in ARITHMETIC:
-        return None
+    layout = ARITHMETIC[kind.name]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        block = _Block(kind, *arguments[2:])
-        if isinstance(tokens, types.IntegerLiteral):
-            each_vector(kind, tokens.literal_value, partial(_tile, builder, block))
+    def tile(count: int, vector: int) -> None:
+        """The product of `count` tokens with as many vectors as suit them, from number `vector` on."""
+        vector_bytes = layout.lane_bytes * LANES
+        inputs = [builder.add(x, builder.mul(x_stride, index(t))) for t in range(count)]
+        vectors = range(vector, vector + tile_vectors(count, kind))
+
+        def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
+            step = builder.sdiv(word, index(layout.words))
+            at = builder.add(packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
+            for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
+                prefetch(builder, builder.add(builder.add(at, ahead), index(line)))
+            weights = [operands(builder, kind, at, v) for v in vectors]
+            sums = list(sums)
+            for part in range(layout.words):
+                place = builder.mul(builder.add(word, index(part)), index(4))
+                for t, address in enumerate(inputs):
+                    value = splat(builder, read(builder, builder.add(address, place), I32), WORDS)
+                    for v, lanes in enumerate(weights):
+                        number = t * len(weights) + v
+                        sums[number] = multiply_add(builder, kind, sums[number], lanes[part], value)
+            return sums, layout.words
+
+        places = [builder.add(totals, index(t * TOTALS_BYTES + v * LANES * 4)) for t in range(count) for v in vectors]
+        if layout.integer:
+            of_tokens = [builder.add(scales, builder.mul(scales_stride, index(t))) for t in range(count)]
+            starts = [splat(builder, read(builder, builder.add(at, index(4)), I32), WORDS) for at in of_tokens]
+            sums = loop(builder, words, [start for start in starts for _ in vectors], body)
+            factors = [splat(builder, read(builder, at, F32), FLOATS) for at in of_tokens for _ in vectors]
+            results = [
+                fused(builder, read(builder, place, FLOATS), builder.sitofp(total, FLOATS), factor)
+                for place, total, factor in zip(places, sums, factors, strict=True)
+            ]
         else:
-            tiles_of(builder, kind, arguments[1], partial(_tile, builder, block))
-        return context.get_dummy_value()
+            results = loop(builder, words, [read(builder, place, FLOATS) for place in places], body)
+        for result, place in zip(results, places, strict=True):
+            write(builder, result, place)
 
-    known = tokens if isinstance(tokens, types.IntegerLiteral) else types.int64
-    return types.void(kind, known, *[types.int64] * 8), generate
+    if isinstance(tokens, int):
+        each_vector(kind, tokens, tile)
+    else:
+        tiles_of(builder, kind, tokens, tile)
 
 
 def tiles_of(builder: Any, kind: Any, tokens: Any, tile: Callable[[int, int], None]) -> None:
@@ -91,99 +119,31 @@ def each_vector(kind: Any, tokens: int, tile: Callable[[int, int], None]) -> Non
         tile(tokens, vector)
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """The arguments of multiply_panel as LLVM values."""
-
-    kind: Any
-    x: Any
-    x_stride: Any
-    packed: Any
-    words: Any
-    totals: Any
-    scales: Any
-    scales_stride: Any
-    ahead: Any
-
-
-def _tile(builder: Any, block: _Block, tokens: int, vector: int) -> None:
-    """The product of `tokens` tokens with as many vectors as suit them, from number `vector` on."""
-    layout = ARITHMETIC[block.kind.name]
-    vector_bytes = layout.lane_bytes * LANES
-    inputs = [builder.add(block.x, builder.mul(block.x_stride, index(t))) for t in range(tokens)]
-    vectors = range(vector, vector + tile_vectors(tokens, block.kind))
-
-    def body(word: Any, sums: list[Any]) -> tuple[list[Any], int]:
-        step = builder.sdiv(word, index(layout.words))
-        at = builder.add(block.packed, builder.mul(step, index(PANEL_VECTORS * vector_bytes)))
-        for line in range(vector * vector_bytes, vectors.stop * vector_bytes, _LINE):
-            prefetch(builder, builder.add(builder.add(at, block.ahead), index(line)))
-        weights = [operands(builder, block.kind, at, v) for v in vectors]
-        sums = list(sums)
-        for part in range(layout.words):
-            place = builder.mul(builder.add(word, index(part)), index(4))
-            for t, address in enumerate(inputs):
-                value = splat(builder, read(builder, builder.add(address, place), I32), WORDS)
-                for v, lanes in enumerate(weights):
-                    number = t * len(weights) + v
-                    sums[number] = multiply_add(builder, block.kind, sums[number], lanes[part], value)
-        return sums, layout.words
-
-    places = [
-        builder.add(block.totals, index(t * TOTALS_BYTES + v * LANES * 4)) for t in range(tokens) for v in vectors
-    ]
-    if layout.integer:
-        scales = [builder.add(block.scales, builder.mul(block.scales_stride, index(t))) for t in range(tokens)]
-        starts = [splat(builder, read(builder, builder.add(at, index(4)), I32), WORDS) for at in scales]
-        sums = loop(builder, block.words, [start for start in starts for _ in vectors], body)
-        factors = [splat(builder, read(builder, at, F32), FLOATS) for at in scales for _ in vectors]
-        results = [
-            fused(builder, read(builder, place, FLOATS), builder.sitofp(total, FLOATS), factor)
-            for place, total, factor in zip(places, sums, factors, strict=True)
-        ]
-    else:
-        results = loop(builder, block.words, [read(builder, place, FLOATS) for place in places], body)
-    for result, place in zip(results, places, strict=True):
-        write(builder, result, place)
-
-
-@intrinsic
-def add_scaled(typing: Any, sums: Any, totals: Any, scales: Any) -> Any:
+@emitted
+def add_scaled(builder: Any, sums: int64, totals: int64, scales: int64) -> None:
     """totals[row] += sums[row] of a token and block, int32, scaled as multiply_panel does, bit for bit."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, totals, scales = arguments
-        factor = splat(builder, read(builder, scales, F32), FLOATS)
-        start = splat(builder, read(builder, builder.add(scales, index(4)), I32), WORDS)
-        for vector in range(PANEL_VECTORS):
-            place = index(vector * VECTOR_BYTES)
-            total = builder.add(read(builder, builder.add(sums, place), WORDS), start)
-            to = builder.add(totals, place)
-            write(builder, fused(builder, read(builder, to, FLOATS), builder.sitofp(total, FLOATS), factor), to)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    factor = splat(builder, read(builder, scales, F32), FLOATS)
+    start = splat(builder, read(builder, builder.add(scales, index(4)), I32), WORDS)
+    for vector in range(PANEL_VECTORS):
+        place = index(vector * VECTOR_BYTES)
+        total = builder.add(read(builder, builder.add(sums, place), WORDS), start)
+        to = builder.add(totals, place)
+        write(builder, fused(builder, read(builder, to, FLOATS), builder.sitofp(total, FLOATS), factor), to)
 
 
-@intrinsic
-def unpack_panel(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
+@emitted
+def unpack_panel(builder: Any, kind: Kind, packed: int64, words: int64, unpacked: int64) -> None:
     """Write the operands of a panel's words to unpacked[word, row], where several tiles read them."""
-    if kind.name not in ARITHMETIC:
-        return None
     layout = ARITHMETIC[kind.name]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
-            step = builder.sdiv(word, index(layout.words))
-            at = builder.add(arguments[1], builder.mul(step, index(PANEL * layout.lane_bytes)))
-            to = builder.add(arguments[3], builder.mul(word, index(PANEL_VECTORS * VECTOR_BYTES)))
-            for vector in range(PANEL_VECTORS):
-                for part, lanes in enumerate(operands(builder, kind, at, vector)):
-                    place = (part * PANEL_VECTORS + vector) * VECTOR_BYTES
-                    write(builder, lanes, builder.add(to, index(place)))
-            return nothing, layout.words
+    def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        step = builder.sdiv(word, index(layout.words))
+        at = builder.add(packed, builder.mul(step, index(PANEL * layout.lane_bytes)))
+        to = builder.add(unpacked, builder.mul(word, index(PANEL_VECTORS * VECTOR_BYTES)))
+        for vector in range(PANEL_VECTORS):
+            for part, lanes in enumerate(operands(builder, kind, at, vector)):
+                place = (part * PANEL_VECTORS + vector) * VECTOR_BYTES
+                write(builder, lanes, builder.add(to, index(place)))
+        return nothing, layout.words
 
-        loop(builder, arguments[2], [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.int64), generate
+    loop(builder, words, [], body)

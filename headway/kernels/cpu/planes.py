@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 from headway.kernels.cpu.arithmetic import PANEL, PANEL_VECTORS, WIDE_INT8, fused
-from headway.kernels.cpu.compile import compiled, intrinsic, types
+from headway.kernels.cpu.compile import Kind, compiled, emitted, int64, types
 from headway.kernels.cpu.groups import add_token, row_factors
 from headway.kernels.cpu.ir import (
     F32,
@@ -71,57 +71,45 @@ def plane_bytes(inputs):
     return (inputs + VECTOR_BYTES - 1) // VECTOR_BYTES * VECTOR_BYTES
 
 
-@intrinsic
-def split_token(typing: Any, kind: Any, x: Any, inputs: Any, x_bytes: Any) -> Any:
+@emitted
+def split_token(builder: Any, kind: Kind, x: int64, inputs: int64, x_bytes: int64) -> None:
     """Both planes of a token's int16 inputs, a multiple of 8, for weights of `kind`; nothing for one not of SPLIT.
 
     They are the last of the token's x_bytes.
     """
+    if kind.name not in {type(each).__name__ for each in SPLIT}:
+        return
+    lines = builder.sdiv(builder.add(inputs, index(VECTOR_BYTES - 1)), index(VECTOR_BYTES))
+    of_plane = builder.mul(lines, index(VECTOR_BYTES))
+    low_plane = builder.add(x, builder.sub(x_bytes, of_plane))
+    order = _BY_NIBBLES if _has_nibbles(kind) else range(8)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if kind.name not in {type(each).__name__ for each in SPLIT}:
-            return context.get_dummy_value()
-        _, x, inputs, x_bytes = arguments
-        lines = builder.sdiv(builder.add(inputs, index(VECTOR_BYTES - 1)), index(VECTOR_BYTES))
-        of_plane = builder.mul(lines, index(VECTOR_BYTES))
-        low_plane = builder.add(x, builder.sub(x_bytes, of_plane))
-        order = _BY_NIBBLES if _has_nibbles(kind) else range(8)
+    def body(number: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        numbers = read(builder, builder.add(x, builder.mul(number, index(16))), ir.VectorType(I8, 16))
+        to = builder.add(low_plane, builder.mul(number, index(8)))
+        write(builder, shuffle(builder, numbers, numbers, [2 * place for place in order]), to)
+        high = shuffle(builder, numbers, numbers, [2 * place + 1 for place in order])
+        write(builder, high, builder.sub(to, of_plane))
+        return nothing, 1
 
-        def body(number: Any, nothing: list[Any]) -> tuple[list[Any], int]:
-            numbers = read(builder, builder.add(x, builder.mul(number, index(16))), ir.VectorType(I8, 16))
-            to = builder.add(low_plane, builder.mul(number, index(8)))
-            write(builder, shuffle(builder, numbers, numbers, [2 * place for place in order]), to)
-            high = shuffle(builder, numbers, numbers, [2 * place + 1 for place in order])
-            write(builder, high, builder.sub(to, of_plane))
-            return nothing, 1
-
-        loop(builder, builder.sdiv(inputs, index(8)), [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 3), generate
+    loop(builder, builder.sdiv(inputs, index(8)), [], body)
 
 
-@intrinsic
-def unpack_bytes(typing: Any, kind: Any, packed: Any, words: Any, unpacked: Any) -> Any:
+@emitted
+def unpack_bytes(builder: Any, kind: Kind, packed: int64, words: int64, unpacked: int64) -> None:
     """A panel's weights for so many words of four inputs, as signed bytes, to unpacked[word, row]."""
     made = 2 if _has_nibbles(kind) else 1  # words of _WORD_BYTES of the panel
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, packed, words, unpacked = arguments
+    def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        at = builder.add(packed, builder.mul(builder.sdiv(word, index(made)), index(_WORD_BYTES)))
+        to = builder.add(unpacked, builder.mul(word, index(_WORD_BYTES)))
+        for vector in range(PANEL_VECTORS):
+            for number, weights in enumerate(_bytes_of(builder, kind, at, vector)):
+                place = index(number * _WORD_BYTES + vector * VECTOR_BYTES)
+                write(builder, weights, builder.add(to, place))
+        return nothing, made
 
-        def body(word: Any, nothing: list[Any]) -> tuple[list[Any], int]:
-            at = builder.add(packed, builder.mul(builder.sdiv(word, index(made)), index(_WORD_BYTES)))
-            to = builder.add(unpacked, builder.mul(word, index(_WORD_BYTES)))
-            for vector in range(PANEL_VECTORS):
-                for number, weights in enumerate(_bytes_of(builder, kind, at, vector)):
-                    place = index(number * _WORD_BYTES + vector * VECTOR_BYTES)
-                    write(builder, weights, builder.add(to, place))
-            return nothing, made
-
-        loop(builder, words, [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.int64), generate
+    loop(builder, words, [], body)
 
 
 def _bytes_of(builder: Any, kind: Any, at: Any, vector: int) -> list[Any]:
@@ -151,47 +139,41 @@ def _twice_e2m1(builder: Any, codes: Any) -> Any:
     return builder.sub(builder.xor(number, negative), negative)
 
 
-@intrinsic
+@emitted
 def _add_planes(
-    typing: Any, kind: Any, tokens: Any, high: Any, low: Any, totals: Any, scales: Any, stride: Any, header: Any,
-    row_scales: Any, minima: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, tokens: int64, high: int64, low: int64, totals: int64, scales: int64, stride: int64,
+    header: int64, row_scales: int64, minima: int64,
+) -> None:  # fmt: skip
     """totals[t, row] += the sums of both planes over a group, scaled as multiply_panel or multiply_groups do.
 
     Sums are int32; they and totals have TOTALS_BYTES a token, scales have `stride`. WIDE_INT8 has no header, and no
     scales of rows.
     """
+    in_groups, vectors = kind != types.int8, range(PANEL_VECTORS)
+    if in_groups:
+        of_rows = [row_factors(builder, header, row_scales, v) for v in vectors]
+        less = [row_factors(builder, builder.add(header, index(PANEL)), minima, v) for v in vectors]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, tokens, high, low, totals, scales, stride, header, row_scales, minima = arguments
-        in_groups, vectors = kind != types.int8, range(PANEL_VECTORS)
+    def body(token: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        line = builder.mul(token, index(TOTALS_BYTES))
+        places = [builder.add(line, index(v * VECTOR_BYTES)) for v in vectors]
+        sums = []
+        for place in places:
+            upper, lower = (read(builder, builder.add(at, place), WORDS) for at in (high, low))
+            sums.append(builder.add(builder.shl(upper, word_constant(8)), lower))
+        before = [read(builder, builder.add(totals, place), FLOATS) for place in places]
+        of_token = builder.add(scales, builder.mul(token, stride))
         if in_groups:
-            of_rows = [row_factors(builder, header, row_scales, v) for v in vectors]
-            less = [row_factors(builder, builder.add(header, index(PANEL)), minima, v) for v in vectors]
+            results = add_token(builder, of_token, before, sums, of_rows, less)
+        else:
+            factor = splat(builder, read(builder, of_token, F32), FLOATS)
+            pairs = zip(before, sums, strict=True)
+            results = [fused(builder, total, builder.sitofp(part, FLOATS), factor) for total, part in pairs]
+        for place, result in zip(places, results, strict=True):
+            write(builder, result, builder.add(totals, place))
+        return nothing, 1
 
-        def body(token: Any, nothing: list[Any]) -> tuple[list[Any], int]:
-            line = builder.mul(token, index(TOTALS_BYTES))
-            places = [builder.add(line, index(v * VECTOR_BYTES)) for v in vectors]
-            sums = []
-            for place in places:
-                upper, lower = (read(builder, builder.add(at, place), WORDS) for at in (high, low))
-                sums.append(builder.add(builder.shl(upper, word_constant(8)), lower))
-            before = [read(builder, builder.add(totals, place), FLOATS) for place in places]
-            of_token = builder.add(scales, builder.mul(token, stride))
-            if in_groups:
-                results = add_token(builder, of_token, before, sums, of_rows, less)
-            else:
-                factor = splat(builder, read(builder, of_token, F32), FLOATS)
-                pairs = zip(before, sums, strict=True)
-                results = [fused(builder, total, builder.sitofp(part, FLOATS), factor) for total, part in pairs]
-            for place, result in zip(places, results, strict=True):
-                write(builder, result, builder.add(totals, place))
-            return nothing, 1
-
-        loop(builder, tokens, [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 9), generate
+    loop(builder, tokens, [], body)
 
 
 @compiled()

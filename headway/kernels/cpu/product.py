@@ -387,7 +387,9 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
                         if is_grouped:  # a choice made outside would be another function for Numba in every process
                             _groups_on_vectors(a, kind, word_bytes, of_all, count, at, x_stride, totals)
                         else:
-                            _on_vectors(a, kind, unpacked_kind, of_all, count, at, x_stride, totals, room)
+                            _on_vectors(
+                                a, kind, unpacked_kind, of_all, count, at, x_stride, totals, room if unpacks else 0
+                            )
                         _finish(a, x_kind, x_size, count, totals, panel, of_all, first)
             item, end = take_share(tickets(a, 2), panels * pieces, threads)
         if on_tiles:

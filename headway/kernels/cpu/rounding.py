@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from headway.kernels.cpu.arithmetic import ARITHMETIC, PANEL
-from headway.kernels.cpu.compile import intrinsic, types
+from headway.kernels.cpu.compile import Kind, emitted, int64, types
 from headway.kernels.cpu.ir import (
     F16,
     FLOATS,
@@ -41,94 +41,72 @@ _BYTES, _SHORTS, _HALVES = (ir.VectorType(element, LANES) for element in (I8, I1
 _SIZES = {"float32": 4, "uint16": 2, "int16": 2}
 
 
-@intrinsic
-def largest_of_rows(typing: Any, source: Any, rows: Any, words: Any, out: Any) -> Any:
+@emitted
+def largest_of_rows(builder: Any, source: Kind, rows: int64, words: int64, out: int64) -> None:
     """out[lane] = the greatest magnitude of the row, float32; 1 for a row of zeros."""
-    if source.name not in _SIZES:
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, words, out = arguments[1:]
-        largest = _largest(builder, *_range(builder, source, rows, words))
-        write(builder, _if_greater(builder, largest, _floats(0.0), largest, _floats(1.0)), out)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, types.int64, types.int64), generate
+    largest = _largest(builder, *_range(builder, source, rows, words))
+    write(builder, _if_greater(builder, largest, _floats(0.0), largest, _floats(1.0)), out)
 
 
-@intrinsic
+@emitted
 def write_bytes(
-    typing: Any, source: Any, kind: Any, rows: Any, steps: Any, largest: Any, offset: Any, out: Any, stride: Any
-) -> Any:
+    builder: Any, source: Kind, kind: Kind, rows: int64, steps: int64, largest: int64, offset: int64, out: int64,
+    stride: int64,
+) -> None:  # fmt: skip
     """Each element as a whole number, its row's largest as 127, and more by offset: `steps` lanes of a byte kind.
 
     out has `stride` bytes between steps.
     """
-    if source.name not in _SIZES or kind not in (types.uint8, types.int8):
-        return None
+    assert kind in (types.uint8, types.int8), kind
     stored = WORDS if ARITHMETIC[kind.name].lane_bytes == 4 else _SHORTS
     words = ARITHMETIC[kind.name].inputs * _SIZES[source.name] // 4
+    inverse = builder.fdiv(_floats(127.0), read(builder, largest, FLOATS))
+    more = splat(builder, builder.trunc(offset, I32), WORDS)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, steps, largest, offset, out, stride = arguments[2:]
-        inverse = builder.fdiv(_floats(127.0), read(builder, largest, FLOATS))
-        more = splat(builder, builder.trunc(offset, I32), WORDS)
+    def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
+        total = word_constant(0)
+        first = builder.mul(step, index(words))
+        for place, value in enumerate(_elements(builder, source, rows, first, words)):
+            whole = builder.fptosi(_nearest(builder, builder.fmul(value, inverse)), WORDS)
+            byte = builder.and_(builder.add(whole, more), word_constant(255))
+            total = builder.or_(total, builder.shl(byte, word_constant(8 * place)))
+        lanes = total if stored is WORDS else builder.trunc(total, stored)
+        write(builder, lanes, builder.add(out, builder.mul(step, stride)))
+        return [], 1
 
-        def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            total = word_constant(0)
-            first = builder.mul(step, index(words))
-            for place, value in enumerate(_elements(builder, source, rows, first, words)):
-                whole = builder.fptosi(_nearest(builder, builder.fmul(value, inverse)), WORDS)
-                byte = builder.and_(builder.add(whole, more), word_constant(255))
-                total = builder.or_(total, builder.shl(byte, word_constant(8 * place)))
-            lanes = total if stored is WORDS else builder.trunc(total, stored)
-            write(builder, lanes, builder.add(out, builder.mul(step, stride)))
-            return [], 1
-
-        loop(builder, steps, [], body)
-        return context.get_dummy_value()
-
-    return types.void(source, kind, *[types.int64] * 6), generate
+    loop(builder, steps, [], body)
 
 
-@intrinsic
+@emitted
 def write_groups(
-    typing: Any, source: Any, rows: Any, steps: Any, units: Any, vector: Any, out: Any, stride: Any
-) -> Any:
+    builder: Any, source: Kind, rows: int64, steps: int64, units: int64, vector: int64, out: int64, stride: int64,
+) -> None:  # fmt: skip
     """The rows as `steps` groups of 4-bit weights, each group's scale first, to vector number `vector` of a panel.
 
     units are the rows' float32 scales. Byte b of a word has weights b and 4 + b. out has `stride` bytes between steps.
     """
-    if source.name not in _SIZES:
-        return None
     group_words, step_words = GROUP * _SIZES[source.name] // 4, 8 * _SIZES[source.name] // 4
+    unit = read(builder, units, FLOATS)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, steps, units, vector, out, stride = arguments[1:]
-        unit = read(builder, units, FLOATS)
+    def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
+        first = _place(builder, rows, builder.mul(step, index(group_words)))
+        to = builder.add(out, builder.mul(step, stride))
+        scale = _best_scale(builder, source, first, group_words, unit)
+        stored = builder.trunc(builder.add(scale, word_constant(128)), _BYTES)
+        write(builder, stored, builder.add(to, builder.mul(vector, index(LANES))))
+        inverse = builder.fdiv(_floats(1.0), builder.fmul(builder.sitofp(scale, FLOATS), unit))
+        for number in range(GROUP // 8):
+            total = word_constant(0)
+            elements = _elements(builder, source, first, index(number * step_words), step_words)
+            for place, value in enumerate(elements):
+                whole = builder.fptosi(_four_bits(builder, value, inverse), WORDS)
+                shift = 8 * (place % 4) + 4 * (place // 4)
+                total = builder.or_(total, builder.shl(builder.add(whole, word_constant(8)), word_constant(shift)))
+            at = builder.add(to, builder.mul(vector, index(VECTOR_BYTES)))
+            write(builder, total, builder.add(at, index(PANEL + number * PANEL * 4)))
+        return [], 1
 
-        def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            first = _place(builder, rows, builder.mul(step, index(group_words)))
-            to = builder.add(out, builder.mul(step, stride))
-            scale = _best_scale(builder, source, first, group_words, unit)
-            stored = builder.trunc(builder.add(scale, word_constant(128)), _BYTES)
-            write(builder, stored, builder.add(to, builder.mul(vector, index(LANES))))
-            inverse = builder.fdiv(_floats(1.0), builder.fmul(builder.sitofp(scale, FLOATS), unit))
-            for number in range(GROUP // 8):
-                total = word_constant(0)
-                elements = _elements(builder, source, first, index(number * step_words), step_words)
-                for place, value in enumerate(elements):
-                    whole = builder.fptosi(_four_bits(builder, value, inverse), WORDS)
-                    shift = 8 * (place % 4) + 4 * (place // 4)
-                    total = builder.or_(total, builder.shl(builder.add(whole, word_constant(8)), word_constant(shift)))
-                at = builder.add(to, builder.mul(vector, index(VECTOR_BYTES)))
-                write(builder, total, builder.add(at, index(PANEL + number * PANEL * 4)))
-            return [], 1
-
-        loop(builder, steps, [], body)
-        return context.get_dummy_value()
-
-    return types.void(source, *[types.int64] * 6), generate
+    loop(builder, steps, [], body)
 
 
 def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> Any:
@@ -169,32 +147,25 @@ def _best_scale(builder: Any, source: Any, rows: Any, words: int, unit: Any) -> 
     return builder.mul(best, sign)
 
 
-@intrinsic
-def write_words(typing: Any, kind: Any, rows: Any, steps: Any, out: Any, stride: Any) -> Any:
+@emitted
+def write_words(builder: Any, kind: Kind, rows: int64, steps: int64, out: int64, stride: int64) -> None:
     """The rows as they are, but for a byte kind's offset, in `steps` lanes; out has `stride` bytes between steps."""
-    if ARITHMETIC[kind.name].words != 1:
-        return None
+    assert ARITHMETIC[kind.name].words == 1, kind
     in_word = 4 // ARITHMETIC[kind.name].lane_bytes
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, steps, out, stride = arguments[1:]
+    def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
+        word = builder.sdiv(step, index(in_word))
+        lanes = read(builder, _place(builder, rows, word), WORDS)
+        if ARITHMETIC[kind.name].offset:
+            lanes = builder.xor(lanes, word_constant(0x80808080))  # 128 more, for each of four bytes
+        if in_word == 2:
+            half = builder.trunc(builder.srem(step, index(2)), I32)
+            shift = splat(builder, builder.mul(half, ir.Constant(I32, 16)), WORDS)
+            lanes = builder.trunc(builder.lshr(lanes, shift), _SHORTS)
+        write(builder, lanes, builder.add(out, builder.mul(step, stride)))
+        return [], 1
 
-        def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-            word = builder.sdiv(step, index(in_word))
-            lanes = read(builder, _place(builder, rows, word), WORDS)
-            if ARITHMETIC[kind.name].offset:
-                lanes = builder.xor(lanes, word_constant(0x80808080))  # 128 more, for each of four bytes
-            if in_word == 2:
-                half = builder.trunc(builder.srem(step, index(2)), I32)
-                shift = splat(builder, builder.mul(half, ir.Constant(I32, 16)), WORDS)
-                lanes = builder.trunc(builder.lshr(lanes, shift), _SHORTS)
-            write(builder, lanes, builder.add(out, builder.mul(step, stride)))
-            return [], 1
-
-        loop(builder, steps, [], body)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 4), generate
+    loop(builder, steps, [], body)
 
 
 def _largest(builder: Any, least: Any, greatest: Any) -> Any:

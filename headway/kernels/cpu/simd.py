@@ -15,7 +15,19 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 
-from headway.kernels.cpu.compile import compiled, intrinsic, target, types
+from headway.kernels.cpu.compile import (
+    Kind,
+    Number,
+    boolean,
+    compiled,
+    emitted,
+    float32,
+    float64,
+    int32,
+    int64,
+    target,
+    types,
+)
 from headway.kernels.cpu.ir import BF16, F16, F32, I8, I16, I32, I64, declare, index
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
@@ -44,39 +56,30 @@ if not IS_ARM and "f16c" not in cpu_features():
 _ROUNDS_TO_BFLOAT16 = IS_X86 and {"avx512bf16", "avx512vl"} <= cpu_features()
 
 
-@intrinsic
-def load(typing: Any, address: Any, index: Any, kind: Any) -> Any:
+@emitted
+def load(builder: Any, address: int64, index: int64, kind: Kind) -> float32:
     """Element index of the memory at address, widened to float32."""
     stored = _STORED[kind.name]
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])
-        value = builder.load(pointer)
-        if stored is F16:
-            return builder.fpext(value, F32)
-        if stored is I16:
-            return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
-        return value
-
-    return types.float32(types.int64, types.int64, kind), generate
+    pointer = builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+    value = builder.load(pointer)
+    if stored is F16:
+        return builder.fpext(value, F32)
+    if stored is I16:
+        return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+    return value
 
 
-@intrinsic
-def store(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
+@emitted
+def store(builder: Any, address: int64, index: int64, value: float32, kind: Kind) -> None:
     """Write a float32 as element index of the memory at address, rounded to nearest even."""
     stored = _STORED[kind.name]
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], stored.as_pointer()), [arguments[1]])
-        value = arguments[2]
-        if stored is F16:
-            value = builder.fptrunc(value, F16)
-        elif stored is I16:
-            value = _round_to_bfloat16(builder, value)
-        builder.store(value, pointer)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, kind), generate
+    pointer = builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+    value = value
+    if stored is F16:
+        value = builder.fptrunc(value, F16)
+    elif stored is I16:
+        value = _round_to_bfloat16(builder, value)
+    builder.store(value, pointer)
 
 
 def _round_to_bfloat16(builder: Any, value: Any) -> Any:
@@ -92,212 +95,130 @@ def _round_to_bfloat16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(chosen, ir.Constant(I32, 16)), I16)
 
 
-@intrinsic
-def read_int32(typing: Any, address: Any, index: Any) -> Any:
+@emitted
+def read_int32(builder: Any, address: int64, index: int64) -> int64:
     """Element index of the int32 memory at address, as int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], I32.as_pointer()), [arguments[1]])
-        return builder.sext(builder.load(pointer), I64)
-
-    return types.int64(types.int64, types.int64), generate
+    pointer = builder.gep(builder.inttoptr(address, I32.as_pointer()), [index])
+    return builder.sext(builder.load(pointer), I64)
 
 
-@intrinsic
-def read_int64(typing: Any, address: Any, index: Any) -> Any:
+@emitted
+def read_int64(builder: Any, address: int64, index: int64) -> int64:
     """Element index of the int64 memory at address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(builder.gep(builder.inttoptr(arguments[0], I64.as_pointer()), [arguments[1]]))
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.load(builder.gep(builder.inttoptr(address, I64.as_pointer()), [index]))
 
 
-@intrinsic
-def read_float64(typing: Any, address: Any, index: Any) -> Any:
+@emitted
+def read_float64(builder: Any, address: int64, index: int64) -> float64:
     """Element index of the float64 memory at address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        double = ir.DoubleType().as_pointer()
-        return builder.load(builder.gep(builder.inttoptr(arguments[0], double), [arguments[1]]))
-
-    return types.float64(types.int64, types.int64), generate
+    double = ir.DoubleType().as_pointer()
+    return builder.load(builder.gep(builder.inttoptr(address, double), [index]))
 
 
-@intrinsic
-def write_float64(typing: Any, address: Any, index: Any, value: Any) -> Any:
+@emitted
+def write_float64(builder: Any, address: int64, index: int64, value: float64) -> None:
     """Write a float64 as element index of the memory at address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        double = ir.DoubleType().as_pointer()
-        builder.store(arguments[2], builder.gep(builder.inttoptr(arguments[0], double), [arguments[1]]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float64), generate
+    double = ir.DoubleType().as_pointer()
+    builder.store(value, builder.gep(builder.inttoptr(address, double), [index]))
 
 
-@intrinsic
-def read_byte(typing: Any, address: Any, index: Any) -> Any:
+@emitted
+def read_byte(builder: Any, address: int64, index: int64) -> int64:
     """Byte index of the memory at address, 0 to 255, as int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], I8.as_pointer()), [arguments[1]])
-        return builder.zext(builder.load(pointer), I64)
-
-    return types.int64(types.int64, types.int64), generate
+    pointer = builder.gep(builder.inttoptr(address, I8.as_pointer()), [index])
+    return builder.zext(builder.load(pointer), I64)
 
 
-@intrinsic(prefer_literal=True)
-def write_integer(typing: Any, address: Any, index: Any, value: Any, bits: Any) -> Any:
-    """The low `bits`, a literal, of an int64 as element index of the memory at address."""
-    if not isinstance(bits, types.IntegerLiteral):
-        return None
-    element = ir.IntType(bits.literal_value)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], element.as_pointer()), [arguments[1]])
-        builder.store(builder.trunc(arguments[2], element) if element.width < 64 else arguments[2], pointer)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, bits), generate
+@emitted
+def write_integer(builder: Any, address: int64, index: int64, value: int64, bits: Number) -> None:
+    """The low `bits` of an int64 as element index of the memory at address."""
+    element = ir.IntType(bits)
+    pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+    builder.store(builder.trunc(value, element) if element.width < 64 else value, pointer)
 
 
-@intrinsic
-def nearest(typing: Any, value: Any) -> Any:
+@emitted
+def nearest(builder: Any, value: float32) -> float32:
     """The whole number nearest to a float32, halves to even, as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.call(declare(builder, "llvm.nearbyint.f32", F32, [F32]), arguments)
-
-    return types.float32(types.float32), generate
+    return builder.call(declare(builder, "llvm.nearbyint.f32", F32, [F32]), [value])
 
 
-@intrinsic
-def write_rounded(typing: Any, address: Any, index: Any, value: Any, kind: Any) -> Any:
+@emitted
+def write_rounded(builder: Any, address: int64, index: int64, value: float32, kind: Kind) -> int32:
     """Write a whole float32 as element index of int8 (kind np.int8) or int16 memory, and return it as int32."""
-    element = {types.int8: I8, types.int16: I16}.get(kind)
-    if element is None:
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(arguments[0], element.as_pointer()), [arguments[1]])
-        whole = builder.fptosi(arguments[2], I32)
-        builder.store(builder.trunc(whole, element), pointer)
-        return whole
-
-    return types.int32(types.int64, types.int64, types.float32, kind), generate
+    element = {types.int8: I8, types.int16: I16}[kind]
+    pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+    whole = builder.fptosi(value, I32)
+    builder.store(builder.trunc(whole, element), pointer)
+    return whole
 
 
-@intrinsic
-def take_ticket(typing: Any, address: Any) -> Any:
+@emitted
+def take_ticket(builder: Any, address: int64) -> int64:
     """Add one to the int64 at address, atomically, and return what it was: work is shared out as it is done."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], I64.as_pointer()), index(1), "acq_rel")
-
-    return types.int64(types.int64), generate
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), index(1), "acq_rel")
 
 
-@intrinsic
-def read_shared(typing: Any, address: Any) -> Any:
+@emitted
+def read_shared(builder: Any, address: int64) -> int64:
     """The int64 at address, with all that was written before it in sight."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def write_shared(typing: Any, address: Any, value: Any) -> Any:
+@emitted
+def write_shared(builder: Any, address: int64, value: int64) -> None:
     """Write the int64 at address, after all that was written before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], I64.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(value, builder.inttoptr(address, I64.as_pointer()), "release", 8)
 
 
-@intrinsic
-def add_to(typing: Any, address: Any, value: Any) -> Any:
+@emitted
+def add_to(builder: Any, address: int64, value: int64) -> int64:
     """Add to the int64 at address, atomically, and return what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), generate
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.atomic_rmw("add", pointer, value, "acq_rel")
 
 
-@intrinsic
-def swap_if(typing: Any, address: Any, old: Any, new: Any) -> Any:
+@emitted
+def swap_if(builder: Any, address: int64, old: int64, new: int64) -> boolean:
     """Replace old by new at address, atomically; False when something else stands there."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.extract_value(builder.cmpxchg(pointer, arguments[1], arguments[2], "acq_rel", "acquire"), 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), generate
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.extract_value(builder.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
 
 
-@intrinsic
-def call_address(typing: Any, code: Any, argument: Any) -> Any:
+@emitted
+def call_address(builder: Any, code: int64, argument: int64) -> None:
     """Call the code at an address with one int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], function), [arguments[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    function = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()
+    builder.call(builder.inttoptr(code, function), [argument])
 
 
-@intrinsic
-def pause(typing: Any) -> Any:
+@emitted
+def pause(builder: Any) -> None:
     """Tell the processor that this is a loop that waits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if IS_X86:
-            builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif IS_ARM:  # isb; most of these processors do nothing at a yield, and would look far more often
-            builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [ir.Constant(I32, 15)])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if IS_X86:
+        builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+    elif IS_ARM:  # isb; most of these processors do nothing at a yield, and would look far more often
+        builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [ir.Constant(I32, 15)])
 
 
-@intrinsic
-def reset_tickets(typing: Any, address: Any) -> Any:
+@emitted
+def reset_tickets(builder: Any, address: int64) -> None:
     """Start the count at address again from zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(index(0), builder.inttoptr(arguments[0], I64.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    builder.store(index(0), builder.inttoptr(address, I64.as_pointer()))
 
 
-@intrinsic
-def exponential_of_two(typing: Any, power: Any) -> Any:
+@emitted
+def exponential_of_two(builder: Any, power: int32) -> float32:
     """2 ** power of an int32 in -126 .. 127, as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        biased = builder.add(arguments[0], ir.Constant(I32, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(I32, 23)), F32)
-
-    return types.float32(types.int32), generate
+    biased = builder.add(power, ir.Constant(I32, 127))
+    return builder.bitcast(builder.shl(biased, ir.Constant(I32, 23)), F32)
 
 
-@intrinsic
-def larger(typing: Any, first: Any, second: Any) -> Any:
+@emitted
+def larger(builder: Any, first: float32, second: float32) -> float32:
     """The larger of two float32, neither of them NaN; unlike max(), a loop of it becomes vectors."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = declare(builder, "llvm.maxnum.f32", F32, [F32, F32])
-        return builder.call(function, arguments, fastmath=("nnan", "nsz"))
-
-    return types.float32(types.float32, types.float32), generate
+    function = declare(builder, "llvm.maxnum.f32", F32, [F32, F32])
+    return builder.call(function, [first, second], fastmath=("nnan", "nsz"))
 
 
 @compiled()

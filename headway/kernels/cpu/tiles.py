@@ -7,107 +7,79 @@ scores, a lane is a key and words run over its elements; for values, a lane is a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from headway.kernels.cpu.arithmetic import ARITHMETIC, TILE_TOKENS, multiply_add, operand, tile_vectors
-from headway.kernels.cpu.compile import intrinsic, types
+from headway.kernels.cpu.arithmetic import ARITHMETIC, PANEL_VECTORS, multiply_add, operand, tile_vectors
+from headway.kernels.cpu.compile import Kind, emitted, int64
 from headway.kernels.cpu.ir import FLOATS, I32, I64, LANES, WORDS, index, loop, prefetch, read, splat, transpose, write
+from headway.kernels.cpu.panels import tiles_of
 
-PANELS_AT_ONCE = 4
+PANELS_AT_ONCE = PANEL_VECTORS
 
 AddressOf = Callable[[Any, int], Any]  # takes a word and a vector
 
 
-@intrinsic
+@emitted
 def multiply_keys(
-    typing: Any, kind: Any, rows: Any, x: Any, x_stride: Any, panels: Any, following: Any, words: Any, out: Any,
-    out_stride: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, rows: int64, x: int64, x_stride: int64, panels: int64, following: int64, words: int64,
+    out: int64, out_stride: int64,
+) -> None:  # fmt: skip
     """out[row, panel, lane] = sum over words of x[row, word] times the word of a key.
 
     For 1 to TILE_TOKENS rows of x and PANELS_AT_ONCE panels, whose addresses stand at `panels`; a panel is [word,
     lane]. The panels whose addresses stand at `following` are prefetched. out is float32, or int32 for an integer
     kind; strides are in bytes.
     """
-    if kind.name not in ARITHMETIC:
-        return None
     vector_bytes = ARITHMETIC[kind.name].lane_bytes * LANES
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, x, x_stride, panels, following, words, out, out_stride = arguments[1:]
+    def addresses(table: Any) -> AddressOf:
+        bases = [read(builder, builder.add(table, index(8 * p)), I64) for p in range(PANELS_AT_ONCE)]
+        return lambda word, vector: builder.add(bases[vector], builder.mul(word, index(vector_bytes)))
 
-        def addresses(table: Any) -> AddressOf:
-            bases = [read(builder, builder.add(table, index(8 * p)), I64) for p in range(PANELS_AT_ONCE)]
-            return lambda word, vector: builder.add(bases[vector], builder.mul(word, index(vector_bytes)))
-
-        lanes = addresses(panels), addresses(following)
-        _by_rows(builder, kind, rows, (x, x_stride), lanes, words, (out, out_stride), add=False)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 8), generate
+    lanes = addresses(panels), addresses(following)
+    tile = partial(_tile, builder, kind, (x, x_stride), lanes, words, (out, out_stride), False)
+    tiles_of(builder, kind, rows, tile)
 
 
-@intrinsic
+@emitted
 def multiply_values(
-    typing: Any, kind: Any, rows: Any, x: Any, x_stride: Any, lines: Any, following: Any, offset: Any, last: Any,
-    words: Any, out: Any, out_stride: Any,
-) -> Any:  # fmt: skip
+    builder: Any, kind: Kind, rows: int64, x: int64, x_stride: int64, lines: int64, following: int64, offset: int64,
+    last: int64, words: int64, out: int64, out_stride: int64,
+) -> None:  # fmt: skip
     """out[row, lane] (+)= sum over words of x[row, word] times PANELS_AT_ONCE vectors, `offset` bytes into a line.
 
     For 1 to TILE_TOKENS rows of x; the addresses of the lines, one for each word, stand at `lines`. Vectors after
     number `last` repeat it. The lines whose addresses stand at `following` are prefetched. out is float32 and added to,
     or int32 for an integer kind and written; strides are in bytes.
     """
-    if kind.name not in ARITHMETIC:
-        return None
     vector_bytes = ARITHMETIC[kind.name].lane_bytes * LANES
+    offsets = []
+    for vector in range(PANELS_AT_ONCE):
+        inside = builder.icmp_signed("<=", index(vector), last)
+        number = builder.select(inside, index(vector), last)
+        offsets.append(builder.add(offset, builder.mul(number, index(vector_bytes))))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, x, x_stride, lines, following, offset, last, words, out, out_stride = arguments[1:]
-        offsets = []
-        for vector in range(PANELS_AT_ONCE):
-            inside = builder.icmp_signed("<=", index(vector), last)
-            number = builder.select(inside, index(vector), last)
-            offsets.append(builder.add(offset, builder.mul(number, index(vector_bytes))))
+    def addresses(table: Any) -> AddressOf:
+        def address(word: Any, vector: int) -> Any:
+            line = read(builder, builder.add(table, builder.mul(word, index(8))), I64)
+            return builder.add(line, offsets[vector])
 
-        def addresses(table: Any) -> AddressOf:
-            def address(word: Any, vector: int) -> Any:
-                line = read(builder, builder.add(table, builder.mul(word, index(8))), I64)
-                return builder.add(line, offsets[vector])
+        return address
 
-            return address
-
-        add = not ARITHMETIC[kind.name].integer
-        lanes = addresses(lines), addresses(following)
-        _by_rows(builder, kind, rows, (x, x_stride), lanes, words, (out, out_stride), add)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 10), generate
-
-
-def _by_rows(
-    builder: Any, kind: Any, rows: Any, x: tuple[Any, Any], lanes: tuple[AddressOf, AddressOf], words: Any,
-    out: tuple[Any, Any], add: bool,
-) -> None:  # fmt: skip
-    """A tile for each number of rows, and the choice between them."""
-    end = builder.append_basic_block("end")
-    choice = builder.switch(rows, end)
-    for count in range(1, TILE_TOKENS + 1):
-        case = builder.append_basic_block(f"rows_{count}")
-        choice.add_case(index(count), case)
-        builder.position_at_end(case)
-        for vector in range(0, PANELS_AT_ONCE, tile_vectors(count, kind)):
-            _tile(builder, kind, count, range(vector, vector + tile_vectors(count, kind)), x, lanes, words, out, add)
-        builder.branch(end)
-    builder.position_at_end(end)
+    add = not ARITHMETIC[kind.name].integer
+    lanes = addresses(lines), addresses(following)
+    tiles_of(builder, kind, rows, partial(_tile, builder, kind, (x, x_stride), lanes, words, (out, out_stride), add))
 
 
 def _tile(
-    builder: Any, kind: Any, rows: int, vectors: range, x: tuple[Any, Any], lanes: tuple[AddressOf, AddressOf],
-    words: Any, out: tuple[Any, Any], add: bool,
+    builder: Any, kind: Any, x: tuple[Any, Any], lanes: tuple[AddressOf, AddressOf], words: Any, out: tuple[Any, Any],
+    add: bool, rows: int, first: int,
 ) -> None:  # fmt: skip
+    """The product of so many rows with as many vectors as suit them, from number `first` on."""
+    vectors = range(first, first + tile_vectors(rows, kind))
     address, following = lanes
     layout = ARITHMETIC[kind.name]
     inputs = [builder.add(x[0], builder.mul(x[1], index(r))) for r in range(rows)]
@@ -133,32 +105,21 @@ def _tile(
         write(builder, result, place)
 
 
-@intrinsic
-def ask_for(typing: Any, address: Any) -> Any:
+@emitted
+def ask_for(builder: Any, address: int64) -> None:
     """Prefetch the line at address, which need not be any memory's."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        prefetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    prefetch(builder, address)
 
 
-@intrinsic
-def transpose_words(typing: Any, addresses: Any, offset: Any, out: Any, stride: Any) -> Any:
+@emitted
+def transpose_words(builder: Any, addresses: int64, offset: int64, out: int64, stride: int64) -> None:
     """out[word, lane] = word of the row at addresses[lane] + offset: sixteen words of sixteen rows.
 
     addresses points to sixteen int64 addresses; out has `stride` bytes between words.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        addresses, offset, out, stride = arguments
-        rows = []
-        for lane in range(LANES):
-            row = read(builder, builder.add(addresses, index(8 * lane)), I64)
-            rows.append(read(builder, builder.add(row, offset), WORDS))
-        for word, column in enumerate(transpose(builder, rows)):
-            write(builder, column, builder.add(out, builder.mul(stride, index(word))))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    rows = []
+    for lane in range(LANES):
+        row = read(builder, builder.add(addresses, index(8 * lane)), I64)
+        rows.append(read(builder, builder.add(row, offset), WORDS))
+    for word, column in enumerate(transpose(builder, rows)):
+        write(builder, column, builder.add(out, builder.mul(stride, index(word))))
