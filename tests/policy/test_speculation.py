@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headway.policy.step.speculation import ROWS, HitRates, Proposal, RowTimes, Speculation, SpeculativeConfig
 from headway.policy.step.step_time import StepTimeModel
@@ -163,6 +165,33 @@ def test_rows_with_drafts_are_of_few_sizes() -> None:
     machine = Machine(tiles, 0.7)
     machine.run(5, 500)
     assert {rows for rows in machine.rows if rows != 5} <= set(ROWS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 20), st.sampled_from([0, 1, 1000, MS, 10**12]))
+def test_whatever_is_measured_only_what_was_proposed_is_chosen(seed: int, most: int, longest: int) -> None:
+    """Also with clocks that stand still, steps as long as hours, and sequences that come and go."""
+    rng, policy = random.Random(seed), Speculation(most, StepTimeModel())
+    chosen: dict[int, list[int]] = {}
+    for _ in range(150):
+        sequences = rng.sample(range(40), rng.randrange(1, 40))
+        if policy.rests():
+            chosen = {}
+            continue
+        for seq_id in sequences:
+            policy.heed(seq_id, [rng.randrange(3) for _ in range(rng.randrange(4))])
+        rows = len(sequences) + sum(map(len, chosen.values()))
+        policy.took(len(sequences), rows, rng.randrange(rows + 1), rng.randrange(longest + 1))
+        policy.forget(rng.randrange(40))
+        chosen = {}
+        if policy.asks():
+            asked = rng.sample(sequences, rng.randrange(len(sequences) + 1))
+            drafts = {seq_id: [rng.randrange(3) for _ in range(rng.randrange(1, 30))] for seq_id in asked}
+            proposals = {seq_id: Proposal(each, rng.randrange(1, 30)) for seq_id, each in drafts.items()}
+            chosen = policy.choose(proposals, len(sequences), rng.random() < 0.3)
+            policy.spent(rng.randrange(longest + 1))
+            for seq_id, each in chosen.items():
+                assert 0 < len(each) <= most and each == drafts[seq_id][: len(each)]
 
 
 def test_longer_matches_and_a_sequence_s_own_hits_count() -> None:

@@ -139,7 +139,7 @@ class RowTimes:
             self._recent.clear()
         self._recent.add(rows)
         known = self._ns.get(rows)
-        counted = float(took_ns) if known is None else min(float(took_ns), 2.0 * known)
+        counted = max(1.0, float(took_ns) if known is None else min(float(took_ns), 2.0 * known))
         self._ns[rows] = now = counted if known is None else known + (counted - known) / 8
         if known is None:
             self._rows = sorted(self._ns)
