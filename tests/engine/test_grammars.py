@@ -207,7 +207,7 @@ def test_answers_are_the_same_alone_in_a_batch_and_after_preemptions(llm: LLM, t
     params, prompts = mixed()
     alone = [tokens_of(ask(llm, [p], [prompt]))[0] for p, prompt in zip(params, prompts, strict=True)]
     assert tokens_of(ask(llm, params, prompts)) == alone
-    tight = load(tmp_path / "tight", kv_cache_memory=200_000, max_model_len=128, max_num_seqs=16, swap_space=0)
+    tight = load(tmp_path / "tight", kv_cache_memory=80_000, max_model_len=128, max_num_seqs=16, swap_space=0)
     assert tokens_of(ask(tight, params, prompts)) == alone
     assert tight.engine.core.scheduler.sequences.num_preemptions > 0
 
