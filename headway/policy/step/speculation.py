@@ -7,7 +7,7 @@ row alone, so three things decide, and all of them are measured:
   known of every sequence at no cost, and changes where the text does.
 * how long a step of so many rows takes (`RowTimes`). On a processor whose products take 16 rows at a time, 15 drafts
   behind one token cost a few per cent; behind 16 tokens, each costs as much as a token.
-* what was won and lost until now. A hundredth of the time may be lost to drafts and no more, whatever was estimated.
+* what was won and lost until now. A small share of the time may be lost to drafts, whatever was estimated.
 
 The number of rows with the most expected tokens per second is taken. The policy reads no clock, and its answers are
 proposals to the scheduler, so a recording of the scheduler has all that came of them.
@@ -35,8 +35,8 @@ _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so man
 _LEAST_CHANCE = 0.05
 _GAIN, _FURTHER_GAIN = 1.1, 1.03  # least gains in tokens per second: for drafts at all, and for more rows of them
 _GROWTH = 2  # most multiple of the rows that were measured
-_LOSS = 0.01  # share of the time that drafts may lose
-_CREDIT_AT_START, _MOST_CREDIT = 4.0, 6.0  # in steps without drafts
+_LOSS = 0.004  # share of the time that drafts may lose as far as that is seen: what they leave in caches costs more
+_CREDIT_AT_START, _MOST_CREDIT = 2.0, 5.0  # in steps without drafts
 _STEPS_KEPT = 1024
 _PLAIN_EVERY = 64  # after so many steps some have no drafts, so that the time without drafts stays known
 
@@ -212,8 +212,8 @@ class HitRates:
 class Speculation:
     """Decides for each step which sequences try how many drafts.
 
-    It keeps account of the time that drafts have won and lost, the time to make them included. They may lose a
-    hundredth of all time. Where that is used up, steps pass without any until it is earned again.
+    It keeps account of the time that drafts have won and lost, the time to make them included. They may lose a small
+    share of all time. Where that is used up, steps pass without any until it is earned again.
 
     Args:
         most: most drafts behind a token.
