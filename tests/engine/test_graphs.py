@@ -157,9 +157,9 @@ def test_a_step_is_run_then_captured_then_only_replayed() -> None:
 def test_enforce_eager_reaches_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     asked: list[bool] = []
 
-    def runner(*given: object, graphs: bool) -> Runner:
+    def runner(*given: object, graphs: bool, **named: object) -> Runner:
         asked.append(graphs)
-        return Runner(*given, graphs=graphs)  # type: ignore[arg-type]
+        return Runner(*given, graphs=graphs, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(build, "Runner", runner)
     settings = EngineConfig(model=write_config(tmp_path), load_format="dummy", device="cpu", enforce_eager=eager)

@@ -87,7 +87,7 @@ def test_how_an_answer_ends(claude: anthropic.Anthropic) -> None:
         ({"model": "other"}, "other"),
         ({"thinkin": {}}, "thinking"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0] is of type 'image'"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is null"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is missing"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
         ({"system": [{"type": "text", "text": 3}]}, "system[0].text"),

@@ -39,7 +39,7 @@ CANCELLED = Part("cancelled", "cancelled by its client", "muted", "unknown")
 SERVER_REST = Part("server_rest", "other phases, up to the first token", "server-rest", "other")
 
 BEFORE_FIRST_TOKEN = (
-    Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize")),
+    Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize", "grammar")),
     Part("queue_policy", "queue: others go first", "queue-policy", "queue", ("queue_policy", "queue_window")),
     Part("queue_capacity", "queue: no seat or token budget", "queue-capacity", "queue", ("queue_capacity",)),
     Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks",)),

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import FailFast
 
+from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.choices import ScoredToken
-from headway.server.api.fields import Body, Int, said
+from headway.server.api.fields import MOST, Body, Int, said
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.schemas import MAX_MESSAGES, ChatBody, ContentField
@@ -26,7 +27,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"] = said("Who speaks.", ...)
-    content: ContentField = said("The text, or a list of content blocks: text, tool_use, tool_result, thinking.", ...)
+    content: str | list[dict[str, Any]] = said("The text, or a list of content blocks.", ...)
 
 
 class Tool(Body):
@@ -72,7 +73,7 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """POST /v1/messages."""
 
-    max_tokens: Int = said("Tokens of the answer at most.", ...)
+    max_tokens: int = said("Tokens of the answer at most.", ..., ge=1, le=MOST)
     stop_sequences: list[str] | None = said("Strings that end the text and are not in it, up to 16.")
     stream: bool | None = said("Whether the answer comes token by token, as server-sent events; default false.")
     temperature: float | None = said("Randomness, from 0 (the likeliest token); default 1 or the checkpoint's.")
@@ -80,9 +81,13 @@ class MessagesBody(CountBody):
     top_k: Int | None = said("Only so many of the likeliest tokens are drawn.")
     metadata: Metadata | None = said("Of the request; without effect.")
     service_tier: Literal["auto", "standard_only"] | None = said("Without effect; see service_class.")
-    service_class: str | None = said("The service class, with its objectives and limits.")
+    service_class: str | None = said(
+        "The service class, with its objectives and limits.", min_length=1, max_length=LONGEST_NAME
+    )
     priority: int = said("Lower goes first; other values than 0 need --scheduling-policy priority.", 0)
-    cache_salt: str | None = said("Prompts share cached prefixes only with prompts of the same salt.")
+    cache_salt: str | None = said(
+        "Prompts share cached prefixes only with prompts of the same salt.", min_length=1, max_length=256
+    )
 
 
 class MessagesChat(ChatBody):
@@ -120,8 +125,6 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for number, message in enumerate(body.messages):
         path, content = f"messages[{number}].content", message.content
-        if content is None:
-            raise bad_request(f"{path} is null; give a string or a list of content blocks", path)
         if isinstance(content, str) or message.role == "system":
             messages.append({"role": message.role, "content": _text(content, path)})
         elif message.role == "user":

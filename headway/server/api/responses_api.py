@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
+from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.choices import ScoredToken
 from headway.server.api.fields import Body, Int, said
 from headway.server.api.parts import Part, PartsAnswer, named_event
@@ -89,9 +90,13 @@ class ResponsesBody(Body):
     service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
         "Selects a service class by OpenAI's names."
     )
-    service_class: str | None = said("The service class, with its objectives and limits.")
+    service_class: str | None = said(
+        "The service class, with its objectives and limits.", min_length=1, max_length=LONGEST_NAME
+    )
     priority: int = said("Lower goes first; other values than 0 need --scheduling-policy priority.", 0)
-    cache_salt: str | None = said("Prompts share cached prefixes only with prompts of the same salt.")
+    cache_salt: str | None = said(
+        "Prompts share cached prefixes only with prompts of the same salt.", min_length=1, max_length=256
+    )
 
     @property
     def stores(self) -> bool:
