@@ -363,7 +363,7 @@ def test_tokenize_counts_tools(served: LiveServer) -> None:
 def test_a_plain_chat_is_answered_as_before(server: LiveServer) -> None:
     """No parser stands in its way, and its answer has no new field."""
     answer = server.post("/v1/chat/completions", messages=ASKED).json()
-    assert answer["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+    assert answer["choices"][0]["message"].keys() == {"role", "content", "refusal", "annotations"}
     assert "completion_tokens_details" not in answer["usage"]
     assert server.service.family.is_plain
 

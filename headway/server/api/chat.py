@@ -40,7 +40,12 @@ class ChatAnswer(Answer):
         return {"content": piece.text} if piece.text else {}
 
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+            "annotations": [],
+        }
         logprobs = self._logprobs(choice.logprobs) if self._with_logprobs else None
         return self.entry(choice, {"message": message}, logprobs, choice)
 

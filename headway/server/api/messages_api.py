@@ -259,7 +259,8 @@ class MessagesAnswer(PartsAnswer):
             return {"type": "text", "text": part.text, "citations": None}
         if part.kind == "reasoning":
             return {"type": "thinking", "thinking": part.text if self._shows_thinking else "", "signature": ""}
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part)}
+        call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part)}
+        return {**call, "caller": {"type": "direct"}}
 
     def begun(self) -> list[bytes]:
         ending = {"stop_reason": None, "stop_sequence": None}

@@ -176,9 +176,10 @@ class ParsedChatAnswer(ChatAnswer):
                     arguments[event.index].append(event.text)
         for call, parts in zip(calls, arguments, strict=True):
             call["function"]["arguments"] = "".join(parts)
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts["content"]), "refusal": None}
+        content = "".join(texts["content"])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
+            message |= {"content": content or None, "tool_calls": calls}
         if texts["reasoning"] and self._with_reasoning:
             message |= self._reasoned("".join(texts["reasoning"]))
         logprobs = self._logprobs(choice.logprobs) if self._with_logprobs else None

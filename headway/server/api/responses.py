@@ -92,6 +92,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[Any]
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -38,6 +38,7 @@ _SAME = (
     *("model", "stream", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
     *("user", "service_tier", "service_class", "priority", "cache_salt"),
 )
+_UNSAID = dict.fromkeys(("description", "parameters", "strict"))  # what a function may leave out, and an answer not
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -298,7 +299,7 @@ class ResponsesAnswer(PartsAnswer):
             "temperature": params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}, "verbosity": "medium"},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [{**_UNSAID, **tool} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
