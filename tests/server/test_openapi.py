@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from headway.config_files.tenants import Access
 from headway.server import app
 from headway.server.api.api_page import api_page
+from headway.server.api.routes import BODIES
 from headway.text.chat_template import ChatTemplate
 from tests.server.live_server import LiveServer
 from tests.text.tiny_tokenizers import TEMPLATE
@@ -106,6 +107,14 @@ def fields_of(schema: dict[str, Any], schemas: dict[str, Any], path: str) -> Ite
     for name, field in schema.get("properties", {}).items():
         yield f"{path}.{name}", field
         yield from fields_of(field, schemas, f"{path}.{name}")
+
+
+def test_no_two_objects_of_requests_have_one_name() -> None:
+    """One would be described by the other's fields."""
+    found = dict[str, Any]()
+    for body in BODIES:
+        for name, schema in body.model_json_schema().get("$defs", {}).items():
+            assert found.setdefault(name, schema) == schema, name
 
 
 def test_every_field_of_a_request_is_described(document: dict[str, Any]) -> None:

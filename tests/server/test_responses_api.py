@@ -145,6 +145,19 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert "".join(each.token for each in content.logprobs) == answer.output_text  # type: ignore[union-attr]
 
 
+def test_a_token_that_is_part_of_a_character_has_its_log_probability_in_a_stream(
+    client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    token_ids = tokenizer.encode("𓀀")
+    assert len(token_ids) > 2
+    engine.reply = lambda request, index: token_ids
+    options: Any = {"include": ["message.output_text.logprobs"], "max_output_tokens": len(token_ids)}
+    events: list[Any] = list(client.responses.create(model=MODEL, input="a", stream=True, **options))
+    final, deltas = events[-1].response, [event for event in events if event.type == "response.output_text.delta"]
+    assert sum(len(event.logprobs) for event in deltas) == len(token_ids)
+    assert final.output_text == "𓀀" and len(final.output[0].content[0].logprobs) == len(token_ids)
+
+
 def test_the_oldest_messages_are_dropped_where_that_is_wished(
     client: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer
 ) -> None:
@@ -172,6 +185,7 @@ def test_the_oldest_messages_are_dropped_where_that_is_wished(
         ({"text": {"verbosity": "low"}}, "text.verbosity", "message"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "template"),
+        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "unknown field"),
         ({"imput": "a"}, "imput", "did you mean input?"),
         ({"model": "other"}, "model", "other"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,16 @@ def test_choices_of_tools_reach_the_chat(claude: anthropic.Anthropic, asker: ope
     with pytest.raises(openai.BadRequestError) as refused:
         asker.responses.create(model=MODEL, input=QUESTION, tools=functions, tool_choice={"type": "mcp"})  # type: ignore[arg-type]
     assert refused.value.param == "tool_choice"
+
+
+def test_ids_are_those_that_the_family_s_templates_take(
+    start_server: StartServer, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    """Mistral's take nine letters and digits."""
+    engine.max_model_len = 4096
+    says(engine, tokenizer, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]')
+    server = start_server(template=ChatTemplate(TEMPLATE, {}), reasoning_parser="none", tool_call_parser="mistral")
+    tools = [{"name": "get_weather", "input_schema": SCHEMA}]
+    asked = {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}], "tools": tools}
+    (block,) = server.post("/v1/messages", **asked).json()["content"]
+    assert block["type"] == "tool_use" and re.fullmatch(r"[a-zA-Z0-9]{9}", block["id"])

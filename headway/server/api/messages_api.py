@@ -13,7 +13,7 @@ from pydantic import FailFast
 
 from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.choices import ScoredToken
-from headway.server.api.fields import MOST, Body, Int, said
+from headway.server.api.fields import MOST, Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.schemas import MAX_MESSAGES, ChatBody, ContentField
@@ -30,17 +30,19 @@ class InputMessage(Body):
     content: str | list[dict[str, Any]] = said("The text, or a list of content blocks.", ...)
 
 
-class Tool(Body):
+class MessagesTool(Body):
     type: Literal["custom"] | None = said("Only tools of the client; no tools of a server.")
     name: str = said("The tool's name.", ...)
     description: str | None = said("What the tool is for.")
     input_schema: dict[str, Any] = said("The JSON schema of the tool's input.", ...)
     cache_control: dict[str, Any] | None = said("Without effect: prefixes are always cached.")
-    strict: bool | None = said("Whether the input is held to the schema.")
+    strict: bool | None = said(
+        "Whether a schema that cannot be kept is refused where a call is required; default false."
+    )
     eager_input_streaming: bool | None = said("Without effect: inputs are always streamed as they come.")
 
 
-class ToolChoice(Body):
+class MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"] = said("Whether the answer calls a tool.", ...)
     name: str | None = said("The tool that is called, with type tool.")
     disable_parallel_tool_use: bool | None = said("Whether there is at most one call; default false.")
@@ -64,8 +66,8 @@ class CountBody(Body):
         "The conversation so far, 1 to 4,096 messages.", ..., min_length=1, max_length=MAX_MESSAGES
     )
     system: ContentField = said("What the model is told before the conversation.")
-    tools: list[Tool] | None = said("The tools that the model may call.")
-    tool_choice: ToolChoice | None = said("Whether the answer calls a tool; default auto.")
+    tools: list[MessagesTool] | None = said("The tools that the model may call.")
+    tool_choice: MessagesToolChoice | None = said("Whether the answer calls a tool; default auto.")
     thinking: Thinking | None = said("Whether the model thinks before it answers, where its template can tell it.")
     cache_control: dict[str, Any] | None = said("Without effect: prefixes are always cached.")
 
@@ -141,7 +143,7 @@ def _of_user(blocks: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
         at = f"{path}[{number}]"
         if block.get("type") == "tool_result":
             result = block.get("content") or ""
-            call = _string(block, "tool_use_id", at)
+            call = string_in(block, "tool_use_id", at)
             messages.append({"role": "tool", "tool_call_id": call, "content": _text(result, f"{at}.content")})
         elif messages and messages[-1]["role"] == "user":
             messages[-1]["content"] += "\n" + _block_text(block, at)
@@ -156,10 +158,10 @@ def _of_assistant(blocks: list[dict[str, Any]], path: str) -> dict[str, Any]:
         at, kind = f"{path}[{number}]", block.get("type")
         if kind == "tool_use":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
-            function = {"name": _string(block, "name", at), "arguments": arguments}
-            calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
+            function = {"name": string_in(block, "name", at), "arguments": arguments}
+            calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", at))
+            thoughts.append(string_in(block, "thinking", at))
         elif kind != "redacted_thinking":
             texts.append(_block_text(block, at))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -171,29 +173,17 @@ def _of_assistant(blocks: list[dict[str, Any]], path: str) -> dict[str, Any]:
 
 
 def _text(content: Any, path: str) -> str:
-    """The text of a string, or of a list of text blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(f"{path} must be a string or a list of content blocks", path)
-    return "\n".join(_block_text(block, f"{path}[{number}]") for number, block in enumerate(content))
+    return joined(content, path, "content blocks", _block_text)
 
 
 def _block_text(block: Any, path: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if kind != "text":
         raise bad_request(f"{path} is of type {str(kind)[:60]!r}, which is not supported here", f"{path}.type")
-    return _string(block, "text", path)
+    return string_in(block, "text", path)
 
 
-def _string(block: dict[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise bad_request(f"{path}.{name} is missing or not a string", f"{path}.{name}")
-    return value
-
-
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: MessagesTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -202,7 +192,7 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+def _tool_choice(choice: MessagesToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and not choice.name:
         raise bad_request("tool_choice.name is missing; a choice of type tool names one", "tool_choice.name")
     chosen: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)

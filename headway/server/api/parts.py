@@ -148,8 +148,10 @@ class PartsAnswer(ABC):
     def _take(self, piece: Piece, logprobs: list[ScoredToken]) -> list[bytes]:
         """Let the parts grow by a piece. Returns the events for it."""
         events: list[bytes] = []
-        read: Sequence[Event] = [Text("content", piece.text)] if piece.text else []
-        for each in piece.events if isinstance(self.choice, ParsedChoice) else read:
+        choice = self.choice
+        # A token that is a part of a character has no text, but its log-probability.
+        plain: Sequence[Event] = [Text("content", piece.text)] if piece.text or logprobs else []
+        for each in piece.events if isinstance(choice, ParsedChoice) else plain:
             if isinstance(each, Text):
                 kind = _KINDS[each.kind]
                 if self._open is None or self._open.kind != kind:
@@ -157,7 +159,8 @@ class PartsAnswer(ABC):
                 events += self._extend(each.text, logprobs if kind == "text" else [])
                 logprobs = logprobs if kind != "text" else []
             elif isinstance(each, CallBegin):
-                events += self._begin(Part(len(self.parts), "call", each.name, each.id or f"call_{uuid.uuid4().hex}"))
+                made = choice.make_id() if isinstance(choice, ParsedChoice) else ""
+                events += self._begin(Part(len(self.parts), "call", each.name, each.id or made))
             elif isinstance(each, Arguments):
                 events += self._extend(each.text, [])
             else:

@@ -12,6 +12,7 @@ import msgspec
 from headway.config_files.preload import NamedPrompt
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.cache.preload import PreloadedPrompt
+from headway.server.api.fields import string_in
 from headway.server.api.parameters import check_ids
 from headway.server.api.request_body import num_marks
 from headway.server.api.schemas import ChatFields, Message, RequestBody
@@ -337,9 +338,7 @@ def _part_text(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise bad_request(f"{path} is of type {str(kind)[:60]!r}; only text is supported", f"{path}.type")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise bad_request(f"{path}.text is missing or not a string", f"{path}.text")
+    text = string_in(part, "text", path)
     unknown = next((name for name in part if name not in ("type", "text")), None)
     if unknown is not None:
         raise bad_request(f"unknown field {path}.{unknown}", f"{path}.{unknown}")

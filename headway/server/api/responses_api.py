@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.choices import ScoredToken
-from headway.server.api.fields import Body, Int, said
+from headway.server.api.fields import Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.responses_store import Kept, ResponseStore
@@ -55,6 +55,10 @@ class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = said("Only medium, which changes nothing.")
 
 
+class ResponsesStreamOptions(Body):
+    include_obfuscation: bool | None = said("Without effect: nothing is obfuscated.")
+
+
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
@@ -71,7 +75,7 @@ class ResponsesBody(Body):
     )
     top_logprobs: Int | None = said("Alternatives, 0 to 20, with include message.output_text.logprobs.")
     stream: bool | None = said("Whether the answer comes token by token, as server-sent events; default false.")
-    stream_options: dict[str, bool] | None = said("Without effect: nothing is obfuscated.")
+    stream_options: ResponsesStreamOptions | None = said("What the events of a stream have; without effect.")
     store: bool | None = said("Whether the answer is kept for previous_response_id; default true.")
     metadata: dict[str, str] | None = said("Up to 16 texts that the answer repeats.")
     tools: list[dict[str, Any]] | None = said("Functions that the model may call.")
@@ -126,7 +130,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, kind = f"input[{number}]", item["type"]
         if kind == "function_call_output":
             output = _text(item.get("output"), f"{path}.output")
-            messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", path), "content": output})
+            messages.append({"role": "tool", "tool_call_id": string_in(item, "call_id", path), "content": output})
         elif kind == "message" and item.get("role") != "assistant":
             role = item.get("role")
             if role not in ("user", "system", "developer"):
@@ -147,8 +151,8 @@ def _extend_assistant(messages: list[dict[str, Any]], item: dict[str, Any], path
     if kind == "message":
         last["content"] = _text(item.get("content"), f"{path}.content")
     elif kind == "function_call":
-        function = {"name": _string(item, "name", path), "arguments": _string(item, "arguments", path)}
-        call = {"id": _string(item, "call_id", path), "type": "function", "function": function}
+        function = {"name": string_in(item, "name", path), "arguments": string_in(item, "arguments", path)}
+        call = {"id": string_in(item, "call_id", path), "type": "function", "function": function}
         last["tool_calls"] = [*last.get("tool_calls", ()), call]
     elif kind == "reasoning":
         if item.get("content"):
@@ -158,28 +162,16 @@ def _extend_assistant(messages: list[dict[str, Any]], item: dict[str, Any], path
 
 
 def _text(content: Any, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(f"{path} must be a string or a list of parts", path)
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        at = f"{path}[{number}]"
-        if kind == "refusal":
-            texts.append(_string(part, "refusal", at))
-        elif kind in _TEXT_PARTS:
-            texts.append(_string(part, "text", at))
-        else:
-            raise bad_request(f"{at} is of type {str(kind)[:60]!r}; only text is supported", f"{at}.type")
-    return "\n".join(texts)
+    return joined(content, path, "parts", _part_text)
 
 
-def _string(item: dict[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad_request(f"{path}.{name} is missing or not a string", f"{path}.{name}")
-    return value
+def _part_text(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return string_in(part, "refusal", path)
+    if kind in _TEXT_PARTS:
+        return string_in(part, "text", path)
+    raise bad_request(f"{path} is of type {str(kind)[:60]!r}; only text is supported", f"{path}.type")
 
 
 def chat_of(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -164,20 +165,17 @@ class TranslatedRoutes:
         return tenant
 
 
-class _renamed:
+@contextmanager
+def _renamed(names: dict[str, str]) -> Iterator[None]:
     """Errors within it name fields as the API calls them."""
-
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = names
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, ApiError) and error.param is not None:
-            error.param = self._names.get(error.param, error.param)
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
             first, space, rest = error.message.partition(" ")
-            error.message = self._names.get(first, first) + space + rest
+            error.message = names.get(first, first) + space + rest
+        raise
 
 
 def _is_system(message: Message) -> bool:
