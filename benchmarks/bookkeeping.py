@@ -22,12 +22,11 @@ from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.models.config import ModelConfig
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import BUILT_IN
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.policies import POLICIES
-from headway.policy.step.request import Request
+from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig

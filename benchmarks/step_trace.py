@@ -57,7 +57,7 @@ def functions_called(llm: LLM) -> set[CodeType]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return called
+    return called.copy()  # the thread of the steps may still be noted
 
 
 def entered(called: set[CodeType]) -> list[Entered]:

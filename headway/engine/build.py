@@ -16,6 +16,7 @@ from headway.engine.core import EngineCore
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
+from headway.engine.preload import preload
 from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
@@ -24,12 +25,11 @@ from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
 from headway.policy.cache.swap import NO_SWAP
-from headway.policy.step.request import Request
+from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
@@ -142,7 +142,7 @@ def build_engine(
     core, left_out = EngineCore(scheduler, runner, speculator=_speculator(config, model_config, scheduler)), []
     if config.preloaded:
         with stages.timed("preload"):
-            left_out = core.preload(config.preloaded, config.preload_what_fits)
+            left_out = preload(core, config.preloaded, config.preload_what_fits)
     kept_bytes = 0
     if cache is not None:
         cache.keep(model.weights, kernels.named)

@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 
+from headway.engine.counts import StepCounts, Stepped
 from headway.engine.drafter import Speculator
+from headway.engine.endings import UNSERVED, why_unserved
 from headway.engine.executor import Executor, StepOutcome
-from headway.engine.memory_counts import MemoryCounts
-from headway.engine.messages import (
-    AddRequest,
-    EngineOutputs,
-    EngineStats,
-    ExplainedStep,
-    Explanation,
-    PromptLogprobs,
-    SequenceOutput,
-    SequenceTimings,
-)
+from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
-from headway.policy.admission.intake import check, sequences_of
-from headway.policy.cache.preload import PreloadedPrompt, room_for
-from headway.policy.objectives.service_class import ClassTable
+from headway.engine.unready import POLL_MS, Unready
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
-from headway.policy.step.request import Sequence
-from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
 from headway.policy.step.scheduler import Scheduler
 
-NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
-COMPILATION_POLL_MS = 2
-# The longest step is predicted anew after so many steps.
-_STEPS_OF_PREDICTION = 16
-_YIELDED = {
-    "oversized": "its prompt alone takes longer",
-    "late": "it has waited too long",
-    "overload": "it would make others late",
-}
 
 
 class EngineCore:
-    """Joins the scheduler and the executor; the step loop calls `step()` while `has_work`.
+    """Joins the scheduler and the executor; a loop calls `advance()`, or `step()` for metrics too, while `has_work`.
 
     Args:
         speculator: has the scheduler try drafts; None for no drafts.
 
     Attributes:
-        unready: requests that wait for their grammars, by id: the compilation, the request, and since when it waits.
+        unready: requests that wait for their grammars.
     """
 
     def __init__(
@@ -71,12 +50,10 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
-        self.unready: dict[str, tuple[Future[None], AddRequest, int]] = {}
-        self._counted = EngineStats(0, 0, 0.0)
-        self._memory = MemoryCounts(scheduler)
-        self._received = 0
-        self._longest_step_ns, self._steps = 0.0, 0
-        self._wait_until_ns = 0
+        self.unready = Unready()
+        self._counts = StepCounts(scheduler)
+        self._stepped: Stepped | None = None  # the last step, if one was run
+        self._received = self._steps = self._wait_until_ns = 0
 
     @property
     def has_work(self) -> bool:
@@ -86,15 +63,11 @@ class EngineCore:
     def waits_ms(self) -> int:
         """How long the next step is put off, unless a request comes."""
         if self.unready and not self._pending and not self.scheduler.has_work:
-            return COMPILATION_POLL_MS
+            return POLL_MS
         left_ns = self._wait_until_ns - self._clock() if self._wait_until_ns and not self._pending else 0
         return max(0, -(-left_ns // 1_000_000))
 
     # --- requests -----------------------------------------------------------------------------------
-
-    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
-        """Set the classes of new requests and the weights of tenants."""
-        self.scheduler.set_classes(classes, weights)
 
     def add(self, request: AddRequest) -> None:
         """Queue every choice of a request; one that can't be served is answered with an error output."""
@@ -132,11 +105,7 @@ class EngineCore:
 
     def _queue_ready(self) -> None:
         """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
-        for name, (compiled, request, began) in list(self.unready.items()):
-            if not compiled.done():
-                continue
-            del self.unready[name]
-            error = compiled.exception()
+        for request, began, error in self.unready.take_ready():
             if error is None:
                 self._queue(request, began)
             else:
@@ -148,76 +117,21 @@ class EngineCore:
             for choice in request.choices
         ]
 
-    def preload(self, prompts: list[PreloadedPrompt], what_fits: bool = False) -> list[str]:
-        """Compute prompts one after the other, and keep their blocks for good.
-
-        Args:
-            what_fits: leave out prompts that do not fit, or that cannot be computed.
-
-        Returns:
-            why prompts were left out: one line for each, which names it.
-
-        Raises:
-            ValueError: a prompt does not fit and none may be left out; the message is this line.
-        """
-        fitting, left_out = room_for(prompts, self.scheduler.blocks, self.scheduler.config.max_model_len)
-        for number, prompt in enumerate(fitting):
-            if left_out and not what_fits:
-                break
-            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            now = self._clock()
-            self.add(
-                AddRequest(
-                    f"preload-{number}",
-                    prompt.token_ids,
-                    params,
-                    [],
-                    cache_salt=prompt.cache_salt,
-                    arrival_ns=now,
-                    sent_ns=now,
-                    pins_prompt=True,
-                )
-            )
-            while self.has_work:
-                failed = [output.error for output in self.step().outputs if output.error]
-                left_out += [f"{prompt.where}: the prompt cannot be computed: {why}" for why in failed]
-        if left_out and not what_fits:
-            raise ValueError(left_out[0])
-        return left_out
-
-    def explain(self, most: int) -> Explanation:
-        """The last steps in words."""
-        last = list(self.scheduler.decisions)[-most:]
-        return Explanation([ExplainedStep(each.planned_ns, each.in_words()) for each in last])
-
     def abort(self, request_id: str, index: int = -1) -> None:
         """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
 
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
-        if request_id in self.unready:
-            self._abort_unready(request_id, index)
+        if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
+            self._pending.append(dropped)
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
                 continue
             self.scheduler.abort(sequence, self._clock())
-            last = SequenceOutput(request_id, sequence.index, [], cached_tokens=sequence.cached_tokens)
-            self._finish_output(last, sequence)
+            last = self._output(sequence, [])
             if index != -1:
                 self._pending.append(last)
-
-    def _abort_unready(self, request_id: str, index: int) -> None:
-        _, request, began = self.unready[request_id]
-        left = [choice for choice in request.choices if index not in (-1, choice.index)]
-        if index != -1 and len(left) < len(request.choices):
-            now = self._clock()
-            waited = {str(Phase.TRANSPORT): began - request.sent_ns, str(Phase.GRAMMAR): now - began}
-            timings = SequenceTimings(waited, now, 0, 0)
-            self._pending.append(SequenceOutput(request_id, index, [], finish_reason="abort", timings=timings))
-        request.resumed = left
-        if not left:
-            del self.unready[request_id]
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
@@ -238,7 +152,19 @@ class EngineCore:
     # --- steps --------------------------------------------------------------------------------------
 
     def step(self) -> EngineOutputs:
-        """Run one step; its outputs may be empty where nothing could run.
+        """Do as advance() does, and say what is counted of the step."""
+        outputs, stepped = self.advance(), self._stepped
+        stats = self._counts.take(stepped, self._received)
+        if self.speculator is not None and stepped is not None:
+            self.speculator.count(stepped.plan, stepped.changed, stats)
+        return EngineOutputs(outputs, stats, self._clock())
+
+    def idle(self) -> EngineOutputs:
+        """The state of an engine that has nothing to do, for metrics."""
+        return EngineOutputs([], self._counts.take(None, self._received), self._clock())
+
+    def advance(self) -> list[SequenceOutput]:
+        """Run one step; its outputs, of which there may be none where nothing could run.
 
         Raises:
             EngineFault: the step failed, and no single request is at fault.
@@ -246,104 +172,78 @@ class EngineCore:
         if self.unready:
             self._queue_ready()
         outputs, self._pending = self._pending, []
+        self._stepped = None
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         for seq_id in plan.expired:
-            sequence = self._sequences[seq_id]
-            outputs.append(SequenceOutput(sequence.request_id, sequence.index, []))
-            self._finish_output(outputs[-1], sequence)
+            outputs.append(self._output(self._sequences[seq_id], []))
         for seq_id in plan.preempted:
             self._drop(seq_id)
         if not plan.scheduled:
-            return EngineOutputs(outputs, self._stats(0, 0, 0), self._clock())
-        outcome = self._quarantine.run(plan)
-        num_tokens, prompt_tokens = plan.num_tokens, self._prompt_tokens(plan)
-        if outcome.failed_since_ns:
+            return outputs
+        began = self._clock()
+        try:
+            outcome = self.executor.run(plan)
+        except Exception as error:
+            outcome = self._quarantine.run_again(plan, error, began, self._steps)
             outputs += self._take_out(plan, outcome)
+        self._steps += 1
+        if outcome.prompt_logprobs or outcome.pooled:
+            self._gather(outcome)
+        changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
+        for seq_id, drafts in outcome.drafts.items():
+            self.scheduler.propose(seq_id, drafts)
+        outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
+        if self.speculator is not None:
+            self.speculator.step_ended(plan, changed, outcome.times)
+        self._stepped = Stepped(plan, outcome, changed)
+        return outputs
+
+    def _gather(self, outcome: StepOutcome) -> None:
+        """Keep what belongs to prompts until the first output of their sequences."""
         for seq_id, part in outcome.prompt_logprobs.items():
             if seq_id in self._sequences:
                 self._prompt_logprobs.setdefault(seq_id, []).extend(part)
         for seq_id, pooled in outcome.pooled.items():
             if seq_id in self._sequences:
                 self._pooled[seq_id] = self._pooled.get(seq_id, 0.0) + pooled
-        changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
-        for seq_id, drafts in outcome.drafts.items():
-            self.scheduler.propose(seq_id, drafts)
-        outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
-        elapsed = outcome.times.sampled_ns - (outcome.failed_since_ns or outcome.times.launched_ns)
-        stats = self._stats(elapsed, num_tokens, prompt_tokens)
-        stats.generation_tokens = sum([len(new) for _, new in changed])
-        stats.scheduled_sequences = len(plan.scheduled)
-        stats.moe_mixtures, stats.moe_expert_tokens, stats.moe_experts_touched, stats.moe_busiest_expert_tokens = (
-            outcome.routing
-        )
-        if self.speculator is not None:
-            self.speculator.count(plan, changed, stats)
-            self.speculator.step_ended(plan, changed, outcome.times)
-        decision = self.scheduler.decisions[-1]
-        stats.predicted_ns, stats.forward_ns, stats.left_out = (
-            decision.predicted_ns,
-            decision.took_ns,
-            decision.left_out,
-        )
-        if self._steps % _STEPS_OF_PREDICTION == 0:
-            self._longest_step_ns = self.scheduler.longest_step_ns()
-        self._steps += 1
-        stats.slack_ns = max(1.0, decision.slack_ns) if decision.tightest else 0.0
-        return EngineOutputs(outputs, stats, self._clock())
-
-    def _prompt_tokens(self, plan: StepPlan) -> int:
-        """How many tokens of the plan's chunks begin within a prompt."""
-        chunks = (item for item in plan.scheduled if not item.decoding)
-        return sum(len(item.token_ids) for item in chunks if item.start < self._sequences[item.seq_id].prompt_len)
-
-    def idle(self) -> EngineOutputs:
-        """The state of an engine that has nothing to do, for metrics."""
-        return EngineOutputs([], self._stats(0, 0, 0), self._clock())
 
     def _take_out(self, plan: StepPlan, outcome: StepOutcome) -> list[SequenceOutput]:
         """End all choices of the requests that made a step fail."""
         faults = {self._sequences[seq_id].request_id: name for seq_id, name in outcome.faults.items()}
         failed = [sequence for request_id in faults for sequence in self._live[request_id].values()]
         self.scheduler.take_out(failed, plan, outcome.failed_since_ns, outcome.times.sampled_ns)
-        outputs: list[SequenceOutput] = []
-        for sequence in failed:
-            output = SequenceOutput(sequence.request_id, sequence.index, [], cached_tokens=sequence.cached_tokens)
-            output.error = FAILED.format(faults[sequence.request_id])
-            self._finish_output(output, sequence)
-            outputs.append(output)
-        return outputs
+        whys = [FAILED.format(faults[sequence.request_id]) for sequence in failed]
+        return [self._output(sequence, [], None, why) for sequence, why in zip(failed, whys, strict=True)]
 
-    def _output(self, sequence: Sequence, new: list[int], outcome: StepOutcome) -> SequenceOutput:
-        logprobs = outcome.logprobs.get(sequence.seq_id)
+    def _output(
+        self, sequence: Sequence, new: list[int], outcome: StepOutcome | None = None, error: str | None = None
+    ) -> SequenceOutput:
+        """What is said of a sequence after a step that has given it new tokens or has ended it."""
+        seq_id, reason = sequence.seq_id, sequence.finish_reason
         output = SequenceOutput(
             sequence.request_id,
             sequence.index,
             new,
+            reason,
             cached_tokens=sequence.cached_tokens,
-            logprobs=logprobs[: len(new)] if logprobs is not None else None,
-            prompt_logprobs=self._prompt_logprobs.pop(sequence.seq_id, None),
             drafts=sequence.drafts,
             accepted_drafts=sequence.accepted_drafts,
         )
-        if sequence.finish_reason is not None:
-            if sequence.finish_reason == "stop" and sequence.pooling is not None:
-                output.vector = vector_of(sequence.pooling, self._pooled[sequence.seq_id], sequence.prompt_len)
-            output.error = outcome.reasons.get(sequence.seq_id)
-            self._finish_output(output, sequence)
-        return output
-
-    def _finish_output(self, output: SequenceOutput, sequence: Sequence) -> None:
-        output.finish_reason = sequence.finish_reason
-        if sequence.finish_reason == "stop" and sequence.pooling is None:
+        if outcome is not None and (outcome.logprobs or self._prompt_logprobs):
+            logprobs = outcome.logprobs.get(seq_id)
+            output.logprobs = None if logprobs is None else logprobs[: len(new)]
+            output.prompt_logprobs = self._prompt_logprobs.pop(seq_id, None)
+        if reason is None:
+            return output
+        if reason is FinishReason.STOP and sequence.pooling is None:
             output.stop_token_id = sequence.tokens[-1]
-        if sequence.finish_reason == "error":
-            output.error = output.error or NOT_NUMBERS
-        if sequence.finish_reason == "late":
-            output.error = _late_message(sequence)
+        elif reason is FinishReason.STOP and sequence.pooling is not None:
+            output.vector = vector_of(sequence.pooling, self._pooled[seq_id], sequence.prompt_len)
+        elif reason in UNSERVED:
+            output.error = error or (outcome.reasons.get(seq_id) if outcome is not None else None)
+            output.error = output.error or why_unserved(sequence, self.scheduler.config.max_queue_time)
             output.retry_after_s = sequence.retry_after_s
-        if sequence.finish_reason == "timeout":
-            output.error = self._expired(sequence)
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
@@ -354,58 +254,4 @@ class EngineCore:
             sequence.passed_over,
         )
         self._forget(sequence)
-
-    def _expired(self, sequence: Sequence) -> str:
-        limit, service = self.scheduler.config.max_queue_time, sequence.service
-        if limit <= service.queue_timeout_s:
-            return f"it waited longer than {limit:g} s (--max-queue-time)"
-        return f"it waited longer than {service.queue_timeout_s:g} s (queue_timeout_s of class {service.name!r})"
-
-    def _stats(self, step_ns: int, scheduled_tokens: int, prompt_tokens: int) -> EngineStats:
-        """Gauges now, and counters since the last call."""
-        scheduler, counted = self.scheduler, self._counted
-        sequences = scheduler.sequences
-        prefix = scheduler.blocks.prefix_stats
-        stats = EngineStats(
-            num_running=len(sequences.running),
-            num_waiting=len(sequences.waiting),
-            kv_cache_usage=scheduler.blocks.usage,
-            step_ns=step_ns,
-            prompt_tokens=prompt_tokens,
-            prefix_cache_queries=prefix.queries - counted.prefix_cache_queries,
-            prefix_cache_hits=prefix.hits - counted.prefix_cache_hits,
-            preemptions=sequences.num_preemptions - counted.preemptions,
-            scheduled_tokens=scheduled_tokens,
-            received=self._received,
-            stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
-            running_of_class=dict(sequences.running.of_class),
-            waiting_of_class=dict(sequences.waiting.of_class),
-            longest_step_ns=self._longest_step_ns,
-        )
-        counted.prefix_cache_queries, counted.prefix_cache_hits = prefix.queries, prefix.hits
-        counted.preemptions = sequences.num_preemptions
-        self._memory.add_to(stats)
-        opened = scheduler.policy.num_windows
-        stats.windows, counted.windows = opened - counted.windows, opened
-        stats.fairness_lead, stats.fairness_bound = sequences.waiting.lead, sequences.waiting.bound
-        return stats
-
-    def check(self) -> None:
-        """Verify the integrity of the KV pool.
-
-        Raises:
-            RuntimeError: naming the block that leaked.
-        """
-        self.scheduler.check()
-
-    def check_by_parts(self) -> Iterator[None]:
-        """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
-        return self.scheduler.check_by_parts()
-
-
-def _late_message(sequence: Sequence) -> str:
-    due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
-    return (
-        f"the first token would be later than the objective of {due_ms:g} ms, because {_YIELDED[sequence.yielded]}; "
-        f"class {sequence.service.name!r} refuses late requests"
-    )
+        return output

@@ -21,6 +21,7 @@ from torch import Tensor
 from headway.policy.cache.sizing import LOGIT_BLOCK, padded_size
 
 ALMOST_ONE = 1.0 - 2.0**-52
+BAD_TOKEN = -1  # in place of a token id, where a row is bad
 UNDECIDED = -2  # in place of a token id, where too few candidates were looked at to tell
 Index = Tensor | slice  # selects rows; a slice costs no copy
 NONE = torch.empty(0)  # in place of numbers that no row of a batch needs

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from headway.engine.sampling_batch import Mask
+from headway.engine.sampler import Mask
 from headway.grammars.compile import GrammarError, matcher, said
 from headway.grammars.vocabulary import load_vocabulary
 from headway.policy.cache.sizing import padded_size

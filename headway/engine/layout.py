@@ -164,11 +164,13 @@ class StepLayout:
         else:
             self._fill(tokens, positions, slots, rows, most)
             if decodes and count in self._decodes:
-                return self._grouped(self._decode_again(contexts, longest), rows, positions, most)
+                laid_out = self._decode_again(contexts, longest)
+                return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
             numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
             block_tables = torch.from_numpy(self._tables[0, : len(rows)])
         lens = np.array(starts + contexts, np.int32)
-        query_start, context_lens = to_device(lens, self._device).split([len(starts), len(contexts)])
+        on_device = torch.from_numpy(lens) if repeatable else to_device(lens, self._device)
+        query_start, context_lens = on_device.split([len(starts), len(contexts)])
         geometry = StepGeometry(
             query_start=query_start,
             context_lens=context_lens,
@@ -185,13 +187,11 @@ class StepLayout:
         laid_out = ModelInput(numbers[0], geometry, last_rows)
         if decodes and repeatable:
             self._decodes[count] = laid_out, lens[len(starts) :]
-        return self._grouped(laid_out, rows, positions, most)
+        return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
 
     def _grouped(self, laid_out: ModelInput, rows: list[int], positions: list[int], most: int) -> ModelInput:
-        """The tensors with the geometry of each KV cache group added, if there are several."""
+        """The tensors with the geometry of each of several KV cache groups added."""
         step, count, size = laid_out.geometry, len(positions), self._block_size
-        if len(self._tables) == 1:
-            return laid_out
         arrays, at = self.tables.arrays[1:], np.array(positions)
         blocks = arrays[:, np.repeat(rows, step.query_lens_host), at // size]
         slots = blocks.astype(np.int64, order="C") * size + at % size

@@ -6,12 +6,17 @@ vLLM's default (`logprobs_mode="raw_logprobs"`), and computed in float32 whateve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway.engine.draws import as_float, block_peaks, block_sums, likeliest, padded
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
+from headway.models.decoder import Decoder
+from headway.policy.cache.sizing import PROMPT_LOGPROB_ROWS
+from headway.policy.step.plan import ScheduledSequence, SequenceState
 from headway.policy.step.sampling_params import MAX_LOGPROBS
 
 # More than is ever returned, so that tokens tied with the last one returned are in the order of their ids too.
@@ -54,6 +59,22 @@ def token_logprobs(row: list[float], top: int) -> TokenLogprobs:
         top_ids=[int(token) for token in row[ALTERNATIVES : ALTERNATIVES + top]],
         top_logprobs=row[ALTERNATIVES + width : ALTERNATIVES + width + top],
     )
+
+
+def logprobs_of_prompts(
+    model: Decoder, hidden: Tensor, scheduled: Sequence[ScheduledSequence], sequences: Sequence[SequenceState]
+) -> dict[int, list[PromptLogprobs]]:
+    """The log-probabilities of a step's prompt tokens that are asked for, by seq_id. `hidden` is [T, hidden]."""
+    found: dict[int, list[PromptLogprobs]] = {}
+    end = 0
+    for item, sequence in zip(scheduled, sequences, strict=True):
+        first, end = end, end + item.num_tokens
+        for at in range(0, item.logit_rows, PROMPT_LOGPROB_ROWS):
+            stop = min(item.logit_rows, at + PROMPT_LOGPROB_ROWS)
+            targets = torch.tensor(sequence.tokens[item.start + at + 1 : item.start + stop + 1], device=hidden.device)
+            logits, top = model.logits(hidden[first + at : first + stop]), sequence.params.prompt_logprobs or 0
+            found.setdefault(item.seq_id, []).append(prompt_logprobs(logits, targets, top))
+    return found
 
 
 @torch.inference_mode()

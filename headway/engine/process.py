@@ -28,6 +28,8 @@ from headway.engine.messages import (
     AddRequest,
     Configure,
     Explain,
+    ExplainedStep,
+    Explanation,
     Failed,
     FromEngine,
     Progress,
@@ -179,14 +181,15 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, AbortRequest):
                 core.abort(message.request_id, message.index)
             elif isinstance(message, SetClasses):
-                core.set_classes(message.classes, message.weights)
+                core.scheduler.set_classes(message.classes, message.weights)
             elif isinstance(message, Explain):
-                channel.send(core.explain(message.most))
+                last = list(core.scheduler.decisions)[-message.most :]
+                channel.send(Explanation([ExplainedStep(each.planned_ns, each.in_words()) for each in last]))
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:
             channel.send(core.step())
-            checking = core.check_by_parts()
+            checking = core.scheduler.check_by_parts()
         elif busy:  # everything was aborted between two steps
             channel.send(core.idle())
         elif checking is not None and next(checking, _CHECKED) is _CHECKED:

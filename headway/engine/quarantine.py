@@ -1,4 +1,4 @@
-"""Runs steps so that a request that makes one fail does not end the others.
+"""Runs a step that failed again, so that a request that makes it fail does not end the others.
 
 A step that raises has changed nothing that counts: sequences are as they were before it, keys and values that it
 wrote are written again with the same numbers, and what the executor keeps of sequences is made again from their tokens.
@@ -25,7 +25,7 @@ logger = logging.getLogger("headway.engine")
 
 
 class Quarantine:
-    """Runs an executor's steps.
+    """Finds out which requests make steps of an executor fail.
 
     Args:
         clock: gives monotonic nanoseconds.
@@ -37,28 +37,30 @@ class Quarantine:
         self._clock = clock
         self._request_of = request_of
         self._at_fault: set[str] = set()  # requests that failed since the last run that succeeded
+        self._failed_step = 0
         self._logged = ""
 
-    def run(self, plan: StepPlan) -> StepOutcome:
-        """Run a step. Where it failed, the outcome's `faults` names the sequences that made it fail.
+    def run_again(self, plan: StepPlan, error: Exception, began: int, number: int) -> StepOutcome:
+        """Run a step again in parts. The outcome's `faults` names the sequences that made it fail.
+
+        Args:
+            error: what was raised when it was run as a whole.
+            began: when that was, in nanoseconds of the clock.
+            number: how many steps there were before.
 
         Raises:
             EngineFault: the device failed, or every request fails.
         """
-        began = self._clock()
-        try:
-            outcome = self._executor.run(plan)
-        except Exception as error:
-            self._recover_from(error)
-            text = repr(error)
-            logger.error(
-                "a step of %d sequences failed and is run again in parts: %s",
-                len(plan.scheduled), text, exc_info=error if text != self._logged else None,
-            )  # fmt: skip
-            self._logged = text
-        else:
+        self._recover_from(error)
+        if number > self._failed_step + 1:
             self._at_fault.clear()
-            return outcome
+        self._failed_step = number
+        text = repr(error)
+        logger.error(
+            "a step of %d sequences failed and is run again in parts: %s",
+            len(plan.scheduled), text, exc_info=error if text != self._logged else None,
+        )  # fmt: skip
+        self._logged = text
         outcome = self._in_parts(plan)
         ended = self._clock()
         outcome.times = StepTimes(ended, ended, ended)

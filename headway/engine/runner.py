@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.engine.drafts import try_drafts
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import ModelInput, StepLayout
-from headway.engine.logprobs import prompt_logprobs
+from headway.engine.logprobs import logprobs_of_prompts
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
 from headway.engine.pooling import pooled_parts
-from headway.engine.sampler import BAD_TOKEN, Sampler
-from headway.engine.sampling_batch import Mask
+from headway.engine.sampler import BAD_TOKEN, Mask, Sampler
 from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels, LayerCache
 from headway.models.decoder import Decoder
-from headway.policy.cache.sizing import PROMPT_LOGPROB_ROWS
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
@@ -126,22 +125,22 @@ class Runner:
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
-        if any(item.logit_rows for item in plan.scheduled):
-            self._prompt_logprobs(hidden, plan.scheduled, outcome)
+        if plan.work.logit_rows:
+            outcome.prompt_logprobs = logprobs_of_prompts(self.model, hidden, plan.scheduled, sequences)
         if plan.pools:
             outcome.pooled = pooled_parts(self.model, hidden, plan.scheduled, sequences)
         logits = None
         if len(step.last_rows):
             everyone = len(step.last_rows) == len(hidden)
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
-        timer = _DeviceTimer(self.device)
+        timer, computed = _DeviceTimer() if self.device.type == "cuda" else None, time.monotonic_ns()
         if logits is not None:
             masks = {} if grammars is None else grammars.masks(plan.scheduled, self._states is not None)
             self._sample(logits, plan.scheduled, sequences, outcome, masks)
         for seq_id, part in outcome.pooled.items():
             if not np.isfinite(part).all():
                 outcome.tokens[seq_id] = None
-        computed, sampled = timer.stop()
+        computed, sampled = (computed, time.monotonic_ns()) if timer is None else timer.stop()
         if routed is not None:
             outcome.routing = self.kernels.routing_counts().since(routed)
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
@@ -242,7 +241,7 @@ class Runner:
         by_row = _by_row(masks, scheduled) if masks else None
         if max(rows) > 1:
             sampling = [(s, item) for s, item in zip(sequences, scheduled, strict=True) if item.samples]
-            self._try_drafts(logits, sampling, outcome, by_row)
+            outcome.tokens, outcome.logprobs = try_drafts(self.sampler, logits, sampling, by_row)
         else:
             if len(logits) < len(rows):
                 sequences = list(compress(sequences, rows))
@@ -262,48 +261,6 @@ class Runner:
                 if mask:
                     outcome.reasons[seq_id] = mask
 
-    def _try_drafts(
-        self,
-        logits: Tensor,
-        sampling: list[tuple[SequenceState, ScheduledSequence]],
-        outcome: StepOutcome,
-        masks: list[Mask | None] | None,
-    ) -> None:
-        """Draw after each sequence's newest token and after each of its drafts; accept drafts until one differs.
-
-        A draw depends on the logits, the seed and the position alone. So the tokens are the same as without drafts.
-        """
-        sequences = [sequence for sequence, item in sampling for _ in range(item.samples)]
-        ends = [item.start + item.num_tokens for _, item in sampling for _ in range(item.samples)]
-        drafts_after = [each for _, item in sampling for each in range(item.samples - 1, -1, -1)]
-        sampled = self.sampler.sample(
-            logits, sequences, [end - each for end, each in zip(ends, drafts_after, strict=True)], masks
-        )
-        row = 0
-        for sequence, item in sampling:
-            drafts = item.token_ids[item.num_tokens - item.samples + 1 :]
-            drawn = sampled.token_ids[row : row + item.samples]
-            refused = next((at for at, draft in enumerate(drafts) if drawn[at] != draft), len(drafts))
-            new = drawn[: refused + 1] if drawn[refused] != BAD_TOKEN else drawn[:refused]
-            outcome.tokens[sequence.seq_id] = new or None
-            logprobs = [entry for entry in sampled.logprobs[row : row + len(new)] if entry is not None]
-            if logprobs:
-                outcome.logprobs[sequence.seq_id] = logprobs
-            row += item.samples
-
-    def _prompt_logprobs(self, hidden: Tensor, scheduled: list[ScheduledSequence], outcome: StepOutcome) -> None:
-        offset = 0
-        for item in scheduled:
-            sequence, first = self._known[item.seq_id], offset
-            offset += item.num_tokens
-            end = item.start + item.logit_rows
-            parts = outcome.prompt_logprobs.setdefault(item.seq_id, []) if end > item.start else []
-            for at in range(item.start, end, PROMPT_LOGPROB_ROWS):
-                stop = min(end, at + PROMPT_LOGPROB_ROWS)
-                rows = hidden[first + at - item.start : first + stop - item.start]
-                targets = torch.tensor(sequence.tokens[at + 1 : stop + 1], device=self.device)
-                parts.append(prompt_logprobs(self.model.logits(rows), targets, sequence.params.prompt_logprobs or 0))
-
 
 def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequence]) -> list[Mask | None]:
     """The mask of each row of logits; None where all tokens are allowed, or nothing will come of the draw."""
@@ -315,19 +272,14 @@ def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequen
 
 
 class _DeviceTimer:
-    """Times the end of the forward pass and the end of sampling without an extra wait for the device."""
+    """Times the end of the forward pass and the end of sampling on a GPU without an extra wait for it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._computed_ns = time.monotonic_ns()
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
 
     def stop(self) -> tuple[int, int]:
         """(forward done, sampling done) on the host's clock, in nanoseconds."""
-        if self._event is None:
-            return self._computed_ns, time.monotonic_ns()
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         end.synchronize()

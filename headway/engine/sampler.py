@@ -1,4 +1,4 @@
-"""Chooses the next token of every sequence of a batch, on the model's device: by a kernel, or as tensor work.
+"""Chooses the next token of every sequence of a batch: by a kernel, or as tensor work (`tensor_sampling`).
 
 In order, as vLLM does: logit_bias, min_tokens (no stop token while the output is shorter), repetition,
 presence and frequency penalties, the mask of a grammar, temperature, min_p, top_k, top_p, and one draw. A temperature
@@ -14,7 +14,7 @@ are reported and do not disturb the others.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,22 +22,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.engine import draws
-from headway.engine.logprobs import logprob_table, token_logprobs
+from headway.engine.draws import BAD_TOKEN
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
-from headway.engine.sampling_batch import Mask, SamplingBatch, TokenEdits, describe, undecided, uniforms
-from headway.kernels.host import one_thread, to_device
-from headway.kernels.interface import Draw
-from headway.policy.cache.sizing import padded_size
+from headway.engine.tensor_sampling import (
+    GREEDY_BELOW,
+    KEPT_BYTES,
+    Mask,
+    SamplingBatch,
+    TensorSampler,
+    TokenEdits,
+    token_edits,
+)
+from headway.kernels.interface import DRAW, Draw
 from headway.policy.step.plan import SequenceState
 
-BAD_TOKEN = -1
-_ALONE_BELOW = 2**21  # with fewer elements, operations are run on one thread alone
-# Memory for logits is given back after this many steps in a row that used a quarter of it or less, or when no sequence
-# is left. _KEPT_BYTES stay even then.
-_STEPS_BEFORE_SHRINKING = 256
-_KEPT_BYTES = 4 << 20
+__all__ = ["BAD_TOKEN", "Mask", "Sampled", "Sampler"]
+
+# A top_p above this counts as 1: sums of weights in two orders differ by more, so that no tokens might reach it.
+_WHOLE = 1.0 - 1e-9
+_SEEDS = 2**64
 
 
 @dataclass(slots=True)
@@ -62,14 +66,13 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device, draw: Draw | None = None) -> None:
         self.vocab_size = vocab_size
-        self.device = device
         self._draw = draw
         self._penalties = PenaltyTable(device)
+        self._tensors = TensorSampler(vocab_size, device)
         self._edits: dict[SequenceState, TokenEdits] = {}
         self._batch: SamplingBatch | None = None
+        self._table: NDArray[np.void] = np.empty(0, DRAW)  # the batch as the kernel reads it
         self._known: set[SequenceState] = set()
-        self._memory = torch.empty(0, 0, device=device)
-        self._steps_with_little = 0
 
     def sample(
         self,
@@ -94,58 +97,26 @@ class Sampler:
             raise ValueError(f"logits are {tuple(logits.shape)}; expected {(len(sequences), self.vocab_size)}")
         if not sequences:
             return Sampled([], [])
-        if self._batch is None or self._batch.sequences != sequences:
-            with torch.inference_mode():
-                self._batch = describe(
-                    sequences,
-                    positions or _ends(sequences),
-                    self._edits,
-                    self.vocab_size,
-                    self.device,
-                    self._draw is not None,
-                )
-            self._known.update(sequences)
+        if positions is None:
+            positions = [len(sequence.tokens) for sequence in sequences]
         batch = self._batch
-        if self._draw is not None and batch.table is not None:
-            if masks is not None:
-                batch.table["mask"] = [0 if mask is None else mask.ctypes.data for mask in masks]
-            return self._sample_by_kernel(logits, batch, batch.table, self._draw, positions or _ends(sequences))
-        with torch.inference_mode(), _threads_for(logits):
-            return self._sample(logits, batch, positions or _ends(sequences), masks)
-
-    def _sample_by_kernel(
-        self, logits: Tensor, batch: SamplingBatch, table: NDArray[np.void], draw: Draw, positions: list[int]
-    ) -> Sampled:
+        if batch is None or batch.sequences != sequences:
+            batch = self._batch = describe(sequences, positions, self._edits, self.vocab_size)
+            self._known.update(sequences)
+            if self._draw is not None:
+                self._table = _table(batch, self.vocab_size)
+        if self._draw is None:
+            return Sampled(*self._tensors.sample(logits, batch, positions, self._penalties, masks))
+        table = self._table
         table["position"] = positions
+        if masks is not None:
+            table["mask"] = [0 if mask is None else mask.ctypes.data for mask in masks]
         for row in batch.penalised:
-            table["seen"][row], table["counts"][row], table["num_seen"][row] = self._penalties.seen(
-                batch.sequences[row]
-            )
-        token_ids = draw(logits, table)
-        if not batch.wants_logprobs:
-            return Sampled(token_ids, [None] * len(token_ids))
-        with torch.inference_mode(), _threads_for(logits):
-            raw = draws.padded(logits[batch.logprob_rows], self._room(len(batch.wants_logprobs)))
-            wanted = torch.tensor(token_ids)[batch.logprob_rows]
-            numbers = logprob_table(raw, wanted.clamp_(min=0), batch.top_logprobs)
-        return Sampled(token_ids, _entries(token_ids, numbers.tolist(), batch))
-
-    def _sample(
-        self, logits: Tensor, batch: SamplingBatch, positions: list[int], masks: list[Mask | None] | None
-    ) -> Sampled:
-        raw = draws.padded(logits, self._room(len(batch.sequences)))
-        rows = self._prepare(raw, raw is logits, batch, positions, masks)
-        bad = ~rows.best.isfinite().squeeze(1)
-        ids = torch.empty(len(raw), dtype=torch.int64, device=self.device)
-        groups = batch.groups
-        while True:
-            for group in groups:
-                part = rows if len(group.members) == len(ids) else rows.take(group.rows)
-                ids[group.rows] = draws.draw(part, group.cut)
-            sampled = self._read(raw, ids.masked_fill_(bad, BAD_TOKEN), batch)
-            groups = undecided(groups, sampled.token_ids, raw.shape[1], self.device)
-            if not groups:
-                return sampled
+            table["seen"][row], table["counts"][row], table["num_seen"][row] = self._penalties.seen(sequences[row])
+        token_ids = self._draw(logits, table)
+        if batch.wants_logprobs:
+            return Sampled(token_ids, self._tensors.logprobs(logits, token_ids, batch))
+        return Sampled(token_ids, [None] * len(token_ids))
 
     def forget(self, sequence: SequenceState) -> None:
         """Forget a sequence that is finished or preempted. Does nothing for an unknown one."""
@@ -154,89 +125,66 @@ class Sampler:
         self._edits.pop(sequence, None)
         self._known.discard(sequence)
         self._batch = None
-        if not self._known and self._memory.nbytes > _KEPT_BYTES:
-            self._memory = torch.empty(0, 0, device=self.device)
+        if not self._known and self._tensors.memory.nbytes > KEPT_BYTES:
+            self._tensors.release()
 
     @property
     def held_bytes(self) -> int:
         """How many bytes are kept between steps."""
-        return self._memory.nbytes + self._penalties.nbytes
+        return self._tensors.memory.nbytes + self._penalties.nbytes
 
     def reset(self) -> None:
         """Forget every sequence. What is kept of each is made again from its tokens."""
-        self._penalties = PenaltyTable(self.device)
+        self._penalties = PenaltyTable(self._tensors.device)
         self._edits.clear()
         self._known.clear()
         self._batch = None
 
-    def _room(self, rows: int) -> Tensor:
-        """Memory for a step's logits in float32. Each step gets the same, as mapping new memory costs milliseconds."""
-        height = len(self._memory)
-        self._steps_with_little = self._steps_with_little + 1 if 4 * rows <= height else 0
-        if height < rows or self._steps_with_little == _STEPS_BEFORE_SHRINKING:
-            self._memory = torch.empty(rows, padded_size(self.vocab_size), device=self.device)
-            self._steps_with_little = 0
-        return self._memory[:rows]
 
-    def _prepare(
-        self,
-        raw: Tensor,
-        borrowed: bool,
-        batch: SamplingBatch,
-        positions: list[int],
-        masks: list[Mask | None] | None,
-    ) -> draws.Rows:
-        """Logits with bias, min_tokens, penalties and masks applied, and a uniform number for each row's position.
+def describe(
+    sequences: list[SequenceState], positions: list[int], known_edits: dict[SequenceState, TokenEdits], vocab_size: int
+) -> SamplingBatch:
+    """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-        `raw` itself is changed, unless it is the caller's (borrowed) or needed again for log-probabilities.
-        """
-        at = uniform = draws.NONE
-        if batch.edits is not None or not batch.is_greedy:
-            where = np.array(positions, np.int64)
-            at, uniform = to_device(np.stack((where, uniforms(batch.streams, where))), self.device)
-        x = raw
-        if batch.edits_logits or masks is not None:
-            x = raw.clone() if borrowed or batch.wants_logprobs else raw
-        if (edits := batch.edits) is not None:
-            pairs = edits.rows, edits.token_ids
-            x[pairs] = (x[pairs] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
-        if batch.penalised:
-            self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
-        if masks is not None:
-            held = [row for row, mask in enumerate(masks) if mask is not None]
-            bits = to_device(np.array([masks[row] for row in held]), self.device)
-            draws.forbid(x, torch.tensor(held, device=self.device), bits)
-        peaks = draws.block_peaks(x)
-        return draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform)
-
-    def _read(self, raw: Tensor, ids: Tensor, batch: SamplingBatch) -> Sampled:
-        """Bring token ids and log-probabilities to the host in one transfer."""
-        count = len(ids)
-        if not batch.wants_logprobs:
-            return Sampled(ids.tolist(), [None] * count)
-        wanted = ids[batch.logprob_rows].clamp(min=0)
-        table = logprob_table(raw[batch.logprob_rows], wanted, batch.top_logprobs)
-        numbers = torch.cat([ids.double(), table.flatten()]).tolist()
-        token_ids = [int(token) for token in numbers[:count]]
-        width = table.shape[1]
-        rows = [numbers[start : start + width] for start in range(count, len(numbers), width)]
-        return Sampled(token_ids, _entries(token_ids, rows, batch))
+    known_edits: edits that were read of sequences before, as their lists can be long. New ones are added to it.
+    """
+    batch = SamplingBatch(list(sequences))
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        # A structured output is held open by its mask, as its end may be all that is left.
+        held_open = params.min_tokens > 0 and params.structured_outputs is None
+        if params.logit_bias or (held_open and positions[row] < sequence.prompt_len + params.min_tokens):
+            if sequence not in known_edits:
+                known_edits[sequence] = token_edits(sequence, vocab_size)
+            batch.edits[row] = known_edits[sequence]
+        if params.penalises:
+            batch.penalised.append(row)
+        if params.logprobs is not None:
+            batch.wants_logprobs.append(row)
+    return batch
 
 
-def _entries(token_ids: list[int], rows: list[list[float]], batch: SamplingBatch) -> list[TokenLogprobs | None]:
-    """The log-probabilities of each row, from `rows` of logprob_table(); None for rows that want none or are bad."""
-    entries: list[TokenLogprobs | None] = [None] * len(token_ids)
-    for row, numbers in zip(batch.wants_logprobs, rows, strict=True):
-        if token_ids[row] != BAD_TOKEN:
-            entries[row] = token_logprobs(numbers, batch.sequences[row].params.logprobs or 0)
-    return entries
-
-
-def _ends(sequences: list[SequenceState]) -> list[int]:
-    return [len(sequence.tokens) for sequence in sequences]
-
-
-def _threads_for(logits: Tensor) -> AbstractContextManager[None]:
-    """A context in which small tensor operations on a CPU run on this thread alone."""
-    alone = logits.device.type == "cpu" and logits.numel() <= _ALONE_BELOW
-    return one_thread() if alone else nullcontext()
+def _table(batch: SamplingBatch, vocab_size: int) -> NDArray[np.void]:
+    """A row of DRAW for each sequence, without positions and seen tokens; the kernel finds edits where they are."""
+    rows = []
+    for row, sequence in enumerate(batch.sequences):
+        params, edit = sequence.params, batch.edits.get(row)
+        top_p = params.top_p if params.top_p < _WHOLE else 1.0
+        rows.append(
+            (
+                1.0 / params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
+                math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+                params.top_k if params.top_k < vocab_size else 0,
+                top_p,
+                math.log((1.0 - top_p) / (2 * vocab_size)) if top_p < 1.0 else 0.0,
+                sequence.seed % _SEEDS,
+                0,
+                0 if edit is None else edit.ctypes.data,
+                0 if edit is None else edit.shape[1],
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+                *(0, 0, 0, 0),
+            )
+        )
+    return np.array(rows, DRAW)

@@ -55,10 +55,11 @@ class LayerCache:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
     group: int = field(default=0, kw_only=True)  # whose block tables say where its blocks are
+    is_latent: bool = field(init=False)
 
-    @property
-    def is_latent(self) -> bool:
-        return self.values.shape[3] < self.keys.shape[3] and self.values.data_ptr() == self.keys.data_ptr()
+    def __post_init__(self) -> None:
+        is_part = self.values.shape[3] < self.keys.shape[3]
+        self.is_latent = is_part and self.values.data_ptr() == self.keys.data_ptr()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -165,7 +166,7 @@ DRAW = np.dtype(
         ("top_k", "i8"),  # 0 keeps all
         ("top_p", "f8"),
         ("log_rest", "f8"),  # log((1 - top_p) / (2 * tokens)); read where top_p < 1
-        ("stream", "u8"),  # the stream of random numbers
+        ("seed", "u8"),  # of the random numbers
         ("position", "i8"),  # the token's position
         ("edits", "i8"),  # address of float64 [3, num_edits]: token ids, biases, first positions they may come at
         ("num_edits", "i8"),

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.libraries import load_libraries
+from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
-from headway.llm.requests import (
-    Collector,
-    CompletionOutput,
+from headway.llm.requests import Collector, CompletionOutput, Front, Message, PromptType, RequestOutput
+from headway.llm.vectors import (
     EmbeddingRequestOutput,
-    Front,
-    Message,
-    PromptType,
-    RequestOutput,
-    Scored,
     ScoringRequestOutput,
     VectorCollector,
+    compared,
+    embedding,
+    judged,
+    judgement,
 )
-from headway.outputs.pooling import cosine, pairs, relevance
+from headway.outputs.pooling import pairs
 from headway.policy.objectives.service_class import BUILT_IN
 from headway.policy.step.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
@@ -125,7 +121,7 @@ class LLM:
             ValueError: a prompt is too long, or the model gives no embeddings of this kind.
         """
         _check_process()
-        collectors = [self._front.embedding(p, dimensions, service_class) for p in _as_prompts(prompts)]
+        collectors = [embedding(self._front, p, dimensions, service_class) for p in _as_prompts(prompts)]
         self._run(collectors, use_progress)
         return [c.output for c in collectors]
 
@@ -153,75 +149,23 @@ class LLM:
         queries, documents = [[each] if isinstance(each, str) else list(each) for each in (data_1, data_2)]
         asked = pairs(queries, documents)
         if front.pooler.judges is not None:
-            judged = [front.judgement(queries[q], documents[d], instruction, service_class) for q, d in asked]
-            self._run(judged, use_progress)
-            return [_scored([c.output], relevance(c.output.outputs.embedding)) for c in judged]
+            found = [judgement(front, queries[q], documents[d], instruction, service_class) for q, d in asked]
+            self._run(found, use_progress)
+            return [judged(collector) for collector in found]
         if instruction is not None:
             raise ValueError("this model scores by the cosine of embeddings, without an instruction")
         embedded = self.embed([*queries, *documents], None, use_progress, service_class)
-        found = [(embedded[q], embedded[len(queries) + d]) for q, d in asked]
-        return [_scored([a, b], cosine(a.outputs.embedding, b.outputs.embedding)) for a, b in found]
+        return [compared(embedded[q], embedded[len(queries) + d]) for q, d in asked]
 
     def _run(self, collectors: Sequence[Collector | VectorCollector], use_progress: bool) -> None:
-        with _progress(len(collectors), use_progress) as advance:
-            self._batch.run(Call(collectors, advance))
+        if not use_progress:
+            self._batch.run(Call(collectors))
+            return
+        from rich.progress import Progress
 
-
-class AsyncLLM:
-    """A model in a process of its own, for asyncio programs. Use as `async with AsyncLLM(model) as llm`."""
-
-    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
-        self._front = Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
-        self.engine = EngineClient(EngineConfig(model=str(self._front.folder), **engine_args))
-
-    async def __aenter__(self) -> AsyncLLM:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown()
-
-    async def start(self) -> None:
-        """Start the engine and wait until it serves."""
-        await self.engine.start()
-        await self.engine.wait_ready()
-
-    async def shutdown(self) -> None:
-        await self.engine.stop()
-
-    async def generate(
-        self,
-        prompt: PromptType,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        service_class: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the growing RequestOutput after every step; the last one has finished=True.
-
-        Leaving the iteration early aborts the request.
-        """
-        params = sampling_params or self._front.default_params()
-        collector = await asyncio.to_thread(self._front.collector, prompt, params, service_class, request_id)
-        async with aclosing(self.engine.generate(collector.request)) as outputs:
-            async for output in outputs:
-                if collector.take(output):
-                    self.engine.abort(output.request_id, output.index)
-                yield collector.output
-
-    async def embed(
-        self, prompt: PromptType, dimensions: int | None = None, service_class: str = ""
-    ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt. Cancelling it aborts the request."""
-        collector = await asyncio.to_thread(self._front.embedding, prompt, dimensions, service_class)
-        async with aclosing(self.engine.generate(collector.request)) as outputs:
-            async for output in outputs:
-                collector.take(output)
-        return collector.output
-
-
-def _scored(embedded: list[EmbeddingRequestOutput], score: float) -> ScoringRequestOutput:
-    token_ids = [token for each in embedded for token in each.prompt_token_ids]
-    return ScoringRequestOutput(embedded[-1].request_id, token_ids, Scored(score))
+        with Progress() as bar:
+            task = bar.add_task("Prompts", total=len(collectors))
+            self._batch.run(Call(collectors, lambda: bar.advance(task)))
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
@@ -230,15 +174,3 @@ def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Any]:
-    if not shown:
-        yield lambda: None
-        return
-    from rich.progress import Progress
-
-    with Progress() as bar:
-        task = bar.add_task("Prompts", total=total)
-        yield lambda: bar.advance(task)

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headway.engine.messages import SequenceOutput
-from headway.llm.requests import Collector, VectorCollector
+from headway.llm.requests import Collector
+from headway.llm.vectors import VectorCollector
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
@@ -25,7 +26,9 @@ class Call:
         advance: called for every request that has ended.
     """
 
-    def __init__(self, collectors: Sequence[Collector | VectorCollector], advance: Callable[[], None]) -> None:
+    def __init__(
+        self, collectors: Sequence[Collector | VectorCollector], advance: Callable[[], object] | None = None
+    ) -> None:
         self.collectors = {collector.request.request_id: collector for collector in collectors}
         self.ended = threading.Event()
         self.error: BaseException | None = None
@@ -40,7 +43,8 @@ class Call:
             self._to_end[name] -= 1
             if not self._to_end[name]:
                 del self._to_end[name]
-                self._advance()
+                if self._advance is not None:
+                    self._advance()
         return stopped
 
     @property
@@ -100,7 +104,7 @@ class Batch:
             try:
                 if not self._admit():
                     return
-                for output in self._core.step().outputs:
+                for output in self._core.advance():
                     self._hand_over(output)
             except BaseException as error:
                 self._fail(error)
@@ -149,7 +153,8 @@ class Batch:
     def _end(self, call: Call, error: BaseException | None = None) -> None:
         for name in call.collectors:
             self._calls.pop(name, None)
-            self._core.abort(name)
+            if not call.complete:
+                self._core.abort(name)
         call.error = error
         call.ended.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
 from headway.grammars.compile import translated
 from headway.models.folder import resolve_model
-from headway.outputs.choices import Choice, Piece, TokenizedPrompt
-from headway.outputs.pooling import Pooler, floats, judged_messages
+from headway.outputs.choices import Choice, TokenizedPrompt
+from headway.outputs.pooling import Pooler
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams, sampling_defaults
@@ -22,7 +23,6 @@ from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
-_NOTHING = SamplingParams(temperature=0.0, max_tokens=1)  # is sampled
 
 
 @dataclass(slots=True)
@@ -60,103 +60,38 @@ class Collector:
         self.request = request
         self._last_ended_ns = 0
         prompt = TokenizedPrompt(request.prompt_token_ids, output.prompt)
+        ended_by = request.eos_token_ids
         self._choices = [
-            Choice(
-                index=index,
-                prompt=prompt,
-                params=request.params,
-                tokenizer=tokenizer,
-                eos_token_ids=request.eos_token_ids,
-            )
+            Choice(index=index, prompt=prompt, params=request.params, tokenizer=tokenizer, eos_token_ids=ended_by)
             for index in range(request.params.n)
         ]
+        self._to_finish = len(self._choices)
 
     def take(self, output: SequenceOutput) -> bool:
         """Add new tokens; True when a stop string ended the choice and the engine should stop it."""
         if output.error is not None:
             raise ValueError(output.error)
-        self._take_timings(output)
-        choice = self._choices[output.index]
+        if output.timings is not None and output.timings.ended_ns >= self._last_ended_ns:
+            self._last_ended_ns = output.timings.ended_ns
+            self.output.timings_ns = dict(output.timings.phases_ns)
+        choice, grown = self._choices[output.index], self.output.outputs[output.index]
         if choice.finish_reason is not None:
             return False
-        self._grow(self.output.outputs[output.index], choice.accept(output))
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, choice.cached_tokens)
-        if output.prompt_logprobs is not None:
-            self.output.prompt_logprobs = of_prompt(output.prompt_logprobs)
-        self.output.finished = all(choice.finish_reason is not None for choice in self._choices)
-        return choice.finish_reason is not None and output.finish_reason is None
-
-    def _grow(self, grown: CompletionOutput, piece: Piece) -> None:
+        piece = choice.accept(output)
         grown.text += piece.text
         grown.token_ids += piece.token_ids
         if piece.logprobs is not None:
             grown.logprobs = (grown.logprobs or []) + piece.logprobs
             grown.cumulative_logprob = sum(entry.logprob for entry in grown.logprobs)
         grown.finish_reason, grown.stop_reason = piece.finish_reason, piece.stop_reason
-
-    def _take_timings(self, output: SequenceOutput) -> None:
-        if output.timings is not None and output.timings.ended_ns >= self._last_ended_ns:
-            self._last_ended_ns = output.timings.ended_ns
-            self.output.timings_ns = dict(output.timings.phases_ns)
-
-
-@dataclass(slots=True)
-class Embedding:
-    """A prompt's vector."""
-
-    embedding: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
-    """A prompt and its embedding; `timings_ns` is its ledger, in nanoseconds."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Embedding = field(default_factory=Embedding)
-    num_cached_tokens: int = 0
-    finished: bool = False
-    timings_ns: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Scored:
-    """How relevant a text is."""
-
-    score: float
-
-
-@dataclass(slots=True)
-class ScoringRequestOutput:
-    """A pair of texts and its score.
-
-    Args:
-        prompt_token_ids: those that the model was given: of both texts, one after the other where each was embedded.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: Scored
-    finished: bool = True
-
-
-class VectorCollector:
-    """Takes the vector of one request."""
-
-    def __init__(self, request: AddRequest) -> None:
-        self.output = EmbeddingRequestOutput(request.request_id, request.prompt_token_ids)
-        self.request = request
-
-    def take(self, output: SequenceOutput) -> bool:
-        """Take the vector. Returns False, because there is nothing for the engine to stop."""
-        if output.error is not None:
-            raise ValueError(output.error)
-        if output.timings is not None:
-            self.output.timings_ns = dict(output.timings.phases_ns)
-        if output.vector is not None:
-            self.output.outputs.embedding = floats(output.vector)
-            self.output.num_cached_tokens, self.output.finished = output.cached_tokens, True
-        return False
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, choice.cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = of_prompt(output.prompt_logprobs)
+        if piece.finish_reason is None:
+            return False
+        self._to_finish -= 1
+        self.output.finished = not self._to_finish
+        return output.finish_reason is None
 
 
 class Front:
@@ -178,45 +113,36 @@ class Front:
     def collector(
         self, prompt: PromptType, params: SamplingParams, service_class: str = "", request_id: str | None = None
     ) -> Collector:
-        prompted = self._prompted(prompt)
+        prompted = self.prompted(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids or load one")
         params = replace(params)  # the caller may change it while the request runs
         if params.structured_outputs is not None:
             params.structured_outputs = translated(params.structured_outputs)[0]
-        request = self._request(prompted, params, service_class, request_id)
+        request = self.request(prompted, params, service_class, request_id)
         outputs = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request.request_id, prompted.text, prompted.token_ids, outputs)
         return Collector(self.tokenizer, output, request)
 
-    def embedding(self, prompt: PromptType, dimensions: int | None, service_class: str) -> VectorCollector:
-        """Make the collector of a request for an embedding."""
-        request = self._request(self.pooler.ended(self._prompted(prompt)), _NOTHING, service_class)
-        request.pooling = self.pooler.embedding(dimensions)
-        return VectorCollector(request)
-
-    def judgement(self, query: str, document: str, instruction: str | None, service_class: str) -> VectorCollector:
-        """Make the collector of a request in which the model judges a pair."""
-        assert self.chat_template is not None and self.tokenizer is not None
-        messages, variables = judged_messages(self.chat_template, query, document, instruction)
-        text = self.chat_template.render(messages, variables=variables)
-        prompted = TokenizedPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
-        request = self._request(prompted, _NOTHING, service_class)
-        request.pooling = self.pooler.judgement
-        return VectorCollector(request)
-
-    def _prompted(self, prompt: PromptType) -> TokenizedPrompt:
-        text, given = self._tokenize(prompt)
-        if not given:
+    def prompted(self, prompt: PromptType) -> TokenizedPrompt:
+        """The token ids of a prompt. Raises ValueError where there are none, or they cannot be had."""
+        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            text, token_ids = prompt.get("prompt"), _checked(prompt["prompt_token_ids"])
+        elif isinstance(prompt, list):
+            text, token_ids = None, _checked(prompt)
+        else:
+            text = str(prompt["prompt"]) if isinstance(prompt, dict) else prompt
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer; give {'prompt_token_ids': [...]} instead")
+            token_ids = self.tokenizer.encode(text)
+        if not token_ids:
             raise ValueError("the prompt is empty; give at least one token")
-        for token in given:
-            if not isinstance(token, Integral) or not 0 <= token < MAX_TOKEN_ID:
-                raise ValueError(f"the prompt has {token!r:.60} for a token id; token ids are integers from 0")
-        return TokenizedPrompt([int(token) for token in given], text)
+        return TokenizedPrompt(token_ids, text)
 
-    def _request(
+    def request(
         self, prompt: TokenizedPrompt, params: SamplingParams, service_class: str, request_id: str | None = None
     ) -> AddRequest:
+        """A request that arrives now."""
         now = time.monotonic_ns()
         return AddRequest(
             request_id=request_id or str(next(self._ids)),
@@ -228,20 +154,17 @@ class Front:
             service_class=self._classes.named(service_class).name if service_class else "",
         )
 
-    def _tokenize(self, prompt: PromptType) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            text = str(prompt["prompt"])
-        elif isinstance(prompt, list):
-            return None, list(prompt)
-        else:
-            text = prompt
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer; give {'prompt_token_ids': [...]} instead")
-        return text, self.tokenizer.encode(text)
-
     def render(self, messages: list[Message]) -> list[int]:
         if self.chat_template is None or self.tokenizer is None:
             raise TextError(f"{self.folder} has no chat template; use generate with a prompt")
         return self.tokenizer.encode(self.chat_template.render(messages), add_special_tokens=False)
+
+
+def _checked(given: Iterable[int]) -> list[int]:
+    """Token ids that a caller gave. Raises ValueError for what is none."""
+    token_ids: list[int] = []
+    for token in given:
+        if not isinstance(token, Integral) or not 0 <= token < MAX_TOKEN_ID:
+            raise ValueError(f"the prompt has {token!r:.60} for a token id; token ids are integers from 0")
+        token_ids.append(int(token))
+    return token_ids

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from headway.engine.messages import PromptLogprobs, SequenceOutput, SequenceTimings, TokenLogprobs
 from headway.policy.step.sampling_params import SamplingParams
-from headway.policy.step.stopping import stop_reason
 from headway.text.calls.events import Event
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
@@ -129,7 +128,8 @@ class Choice:
         if output.finish_reason is not None:
             piece.text += self._detokenizer.finish()
             piece.finish_reason = output.finish_reason
-            piece.stop_reason = stop_reason(output.stop_token_id, self.params, self.eos_token_ids)
+            is_eos = self.params.ends_at_eos and output.stop_token_id in self.eos_token_ids
+            piece.stop_reason = None if is_eos else output.stop_token_id  # as in vLLM
         if self._detokenizer.stopped_by is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._detokenizer.stopped_by
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from headway.policy.admission.intake import sequences_of, taken_up
+from headway.policy.admission.intake import taken_up
 from headway.policy.step.ledger import Phase
-from headway.policy.step.request import NEVER, Sequence, Status
+from headway.policy.step.request import NEVER, Sequence, Status, sequences_of
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.steady import Draws, SteadyDecodes
 from headway.policy.step.step_time import StepWork

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from headway.policy.admission.intake import check, fit_to_class, fit_to_context
+from headway.policy.admission.lengths import fit_to_class, fit_to_context
 from headway.policy.admission.queue_bound import QueueLimits, Queues
 from headway.policy.admission.quota import OverLimit, Quotas
 from headway.policy.step.ledger import Ledger, Phase
-from headway.policy.step.request import NEVER, FinishReason
+from headway.policy.step.request import NEVER, FinishReason, check
 from headway.policy.step.scheduler import Scheduler
 from headway.simulator.answers import Answer, Present, in_words, over_in_words
 from headway.simulator.engine import Engine, Host, NextEngine

@@ -13,7 +13,7 @@ def test_steps_of_every_kind_of_request_are_timed() -> None:
     for params in PARAMS.values():
         times = measure(core, sequences=2, steps=3, prompt_len=20, params=params)
         assert len(times) == 3 and min(times) > 0
-    core.check()
+    core.scheduler.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,5 +24,5 @@ def test_each_way_is_taken_when_it_is_forced() -> None:
     assert host is not None and host.counts["swap"] == host.counts["recompute"] == 6
     assert host.counts["in"] == host.counts["out"] > 0, "nothing is found in a prefix cache"
     assert all(min(case.took.values()) > 0 and min(case.predicted.values()) > 0 for case in cases)
-    core.check()
+    core.scheduler.check()
     assert host.num_used == 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from headway import LLM
 from headway.engine.drafter import Speculator
-from headway.engine.messages import EngineOutputs
+from headway.policy.step.plan import StepPlan, accepted_drafts
 from headway.policy.step.request import Sequence
 from headway.policy.step.speculation import Proposal, Speculation
 
@@ -60,13 +61,15 @@ def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | No
     core, counts = llm.engine.core, Counter[str]()
     if drafter is not None:
         patch.setattr(core, "speculator", Speculator(drafter, 5, core.scheduler))
-    step = core.step
+    complete = core.scheduler.complete
 
-    def counting() -> EngineOutputs:
-        outputs = step()
-        counts["tried"] += outputs.stats.spec_decode_num_draft_tokens
-        counts["accepted"] += outputs.stats.spec_decode_num_accepted_tokens
-        return outputs
+    def counting(plan: StepPlan, *results: Any) -> list[tuple[Sequence, list[int]]]:
+        changed = complete(plan, *results)
+        new_of = {sequence.seq_id: new for sequence, new in changed}
+        for item in plan.scheduled:
+            counts["tried"] += max(0, item.samples - 1)
+            counts["accepted"] += accepted_drafts(item, new_of.get(item.seq_id, []))
+        return changed
 
-    patch.setattr(core, "step", counting)
+    patch.setattr(core.scheduler, "complete", counting)
     return counts

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from headway.engine import sampling_batch
+from headway.engine import tensor_sampling
 from headway.policy.step.plan import SequenceState
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -86,8 +86,8 @@ def kept(
 
 
 def uniform_of(sequence: SequenceState) -> float:
-    streams = sampling_batch.streams_of([sequence.seed])
-    return float(sampling_batch.uniforms(streams, np.array([len(sequence.tokens)]))[0])
+    streams = tensor_sampling.streams_of([sequence.seed])
+    return float(tensor_sampling.uniforms(streams, np.array([len(sequence.tokens)]))[0])
 
 
 def distribution(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:

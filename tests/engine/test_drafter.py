@@ -163,4 +163,4 @@ def test_a_request_that_goes_on_after_a_crash_has_the_same_tokens(
             outputs += core.step().outputs
         assert expected[:known] + [token for each in outputs for token in each.token_ids] == expected
         assert outputs[-1].drafts >= outputs[-1].accepted_drafts
-    core.check()
+    core.scheduler.check()

@@ -44,5 +44,5 @@ def test_tokens_and_logprobs_are_those_without_drafts(
             assert other.logprobs == one.logprobs
     assert counts["tried"] > counts["accepted"] > 100
     assert not drafter.known, "it is told of all ends"
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     assert llm.engine.core.scheduler.blocks.usage == 0.0

@@ -40,7 +40,7 @@ def load(folder: str, pooling: PoolingParams = LAST, **changes: Any) -> LLM:
 
 def embedded(llm: LLM, prompts: list[list[int]], **asked: Any) -> list[list[float]]:
     found = [each.outputs.embedding for each in llm.embed([{"prompt_token_ids": p} for p in prompts], **asked)]
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     assert llm.engine.core.scheduler.blocks.usage == 0.0 and not llm.engine.core._pooled
     return found
 
@@ -163,7 +163,7 @@ def test_beside_streams_and_with_the_ledger_closed(model: tuple[str, PreTrainedM
     assert not any(tokens[f"e{number}"] for number in range(len(PROMPTS)))
     of = [vectors[f"e{number}"] for number in range(len(PROMPTS))]
     assert same(of, [states(reference, prompt)[-1] for prompt in PROMPTS])
-    core.check()
+    core.scheduler.check()
 
 
 def test_a_cut_is_normalised_behind_it(model: tuple[str, PreTrainedModel]) -> None:

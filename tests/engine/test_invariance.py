@@ -129,7 +129,7 @@ def build(model: Model, **settings: Any) -> LLM:
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     assert llm.engine.core.scheduler.blocks.usage == 0.0
     return [output.outputs[0].token_ids for output in outputs]
 

@@ -93,7 +93,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
             assert not tensor[-1].any()
             tensor[:-1] = torch.nan
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
-    core.check()
+    core.scheduler.check()
     assert core.scheduler.blocks.usage == 0.0
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -203,4 +203,4 @@ def test_sequences_are_longer_than_the_model_was_trained_for(tmp_path: Path) -> 
     assert simulated.scheduler.blocks.groups == core.scheduler.blocks.groups
     (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=50, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 50
-    core.check()
+    core.scheduler.check()

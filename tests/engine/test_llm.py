@@ -51,7 +51,7 @@ def test_stop_strings_end_a_choice_and_free_its_blocks(llm: LLM) -> None:
     choice = llm.generate("Once upon", params)[0].outputs[0]
     assert choice.text == text[: text.index(middle)]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", middle)
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     assert llm.engine.core.scheduler.blocks.usage == 0.0
 
 
@@ -169,7 +169,7 @@ def test_preloaded_prompts_are_there_for_the_first_and_after_any_others(folder: 
         assert output.num_cached_tokens == 192
         kept.generate([[number + turn] * 200 for number in range(10, 60)], SamplingParams(max_tokens=2))
     assert output.outputs[0].token_ids == llm.generate([[*long, 9]], GREEDY)[0].outputs[0].token_ids
-    kept.engine.core.check()
+    kept.engine.core.scheduler.check()
 
 
 def test_prompts_that_can_not_be_preloaded_are_named(folder: Path) -> None:

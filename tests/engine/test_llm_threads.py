@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from headway import LLM, SamplingParams
-from headway.engine.messages import EngineOutputs
+from headway.engine.messages import SequenceOutput
 from headway.llm import CompletionOutput
 from tests.bench.command_line import wait_until
 from tests.engine.models import TINY_LLAMA, write_config
@@ -46,10 +46,10 @@ class Steps:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
         self.count = 0
         self.drivers: set[threading.Thread] = set()
-        self._before, self._step = before, llm.engine.core.step
-        monkeypatch.setattr(llm.engine.core, "step", self._counted)
+        self._before, self._step = before, llm.engine.core.advance
+        monkeypatch.setattr(llm.engine.core, "advance", self._counted)
 
-    def _counted(self) -> EngineOutputs:
+    def _counted(self) -> list[SequenceOutput]:
         self.count += 1
         self.drivers.add(threading.current_thread())
         self._before(self.count)
@@ -80,7 +80,7 @@ def assert_empty(llm: LLM, steps: Steps) -> None:
     for driver in steps.drivers:
         driver.join(60)
         assert not driver.is_alive()
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     assert llm.engine.core.scheduler.blocks.usage == 0 and not llm.engine.core.has_work
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from headway.engine.memory_counts import MemoryCounts
+from headway.engine.counts import MemoryCounts
 from headway.engine.messages import EngineStats
 from headway.policy.cache.swap import SwapSpace
 from tests.policy.test_shares import classes, shared

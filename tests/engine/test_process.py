@@ -38,6 +38,7 @@ class Core:
 
     def __init__(self, steps: int = 10**9, parts: int = 0) -> None:
         self.log: list[str] = []
+        self.scheduler = self  # which has the pool's check
         self.left = 0
         self._steps = steps
         self._parts = parts

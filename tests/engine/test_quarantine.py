@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
-from headway.engine import penalties, sampler
+from headway.engine import penalties, runner, tensor_sampling
 from headway.engine.core import EngineCore
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.messages import AddRequest, SequenceOutput
@@ -82,7 +82,7 @@ def serve(core: EngineCore, requests: list[AddRequest]) -> Answers:
     while core.has_work:
         for output in core.step().outputs:
             answers.take(output)
-    core.check()
+    core.scheduler.check()
     assert core.scheduler.blocks.usage == 0.0
     return answers
 
@@ -155,9 +155,9 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
     "forward": lambda m, core, fail: patch(m, core.executor.model, "forward", nothing, fail),
     "logits": lambda m, core, fail: patch(m, core.executor.model, "logits", fail),
     "penalties": fail_half_counted,
-    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "_sample_by_kernel", nothing, fail),
-    "logprobs": lambda m, core, fail: patch(m, sampler, "logprob_table", nothing, fail),
-    "prompt_logprobs": lambda m, core, fail: patch(m, core.executor, "_prompt_logprobs", nothing, fail),
+    "sampler": lambda m, core, fail: patch(m, core.executor.sampler, "sample", nothing, fail),
+    "logprobs": lambda m, core, fail: patch(m, tensor_sampling, "logprob_table", nothing, fail),
+    "prompt_logprobs": lambda m, core, fail: patch(m, runner, "logprobs_of_prompts", nothing, fail),
 }
 
 
@@ -306,7 +306,7 @@ def abort_all(core: EngineCore) -> None:
         core.abort(request_id)
     core.executor.recover()
     core._quarantine._at_fault.clear()
-    core.check()
+    core.scheduler.check()
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39), max_size=6))
@@ -328,12 +328,16 @@ def test_those_at_fault_are_found_whoever_they_are(number: int, faulty: set[int]
 
     items = [ScheduledSequence(i, 0, [1, 2], False, 1) for i in range(number)]
     present = {i for i in faulty if i < number}
-    quarantine = Quarantine(Runner(), lambda: 5, str)  # type: ignore[arg-type]
-    if len(present) == number and number >= 3:
-        with pytest.raises(EngineFault):
-            quarantine.run(StepPlan(items))
-        return
-    result = quarantine.run(StepPlan(items))
+    runner = Runner()
+    quarantine, plan = Quarantine(runner, lambda: 5, str), StepPlan(items)  # type: ignore[arg-type]
+    try:
+        result = runner.run(plan)
+    except ValueError as error:
+        if len(present) == number and number >= 3:
+            with pytest.raises(EngineFault):
+                quarantine.run_again(plan, error, 5, 0)
+            return
+        result = quarantine.run_again(plan, error, 5, 0)
     assert result.faults.keys() == present
     assert result.tokens.keys() == set(range(number)) - present
     assert max(runs.values()) <= 2 + number.bit_length()

@@ -50,7 +50,7 @@ def said(
     """Held blocks are given back at the end."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     llm.engine.core.scheduler.blocks.release(held or [])
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
     return [of_choices(output) for output in outputs]
 
 
@@ -86,7 +86,7 @@ def test_the_next_turn_computes_less_than_the_spacing_of_the_last_answer_again(m
     again = llm.generate([{"prompt_token_ids": turn} for turn in turns], GREEDY)
     assert [each.num_cached_tokens for each in again] == [(len(turn) - 4) // 32 * 32 for turn in turns]
     assert [of_choices(each) for each in again] == said(plain, turns)
-    llm.engine.core.check()
+    llm.engine.core.scheduler.check()
 
 
 def test_a_beginning_that_comes_again_is_found_from_the_third_prompt_on(

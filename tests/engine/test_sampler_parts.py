@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.engine import draws, sampling_batch
+from headway.engine import draws, tensor_sampling
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.sampler import Sampler
 from tests.engine.sampling_oracle import make_sequence
@@ -28,7 +28,7 @@ def test_uniforms_are_those_of_the_published_generator(seed: int) -> None:
     golden = 0x9E3779B97F4A7C15
     start = splitmix((seed + golden) & MASK)
     positions = np.array([0, 1, 2, 131_071])
-    got = sampling_batch.uniforms(sampling_batch.streams_of([seed] * 4), positions)
+    got = tensor_sampling.uniforms(tensor_sampling.streams_of([seed] * 4), positions)
     for value, position in zip(got, positions.tolist(), strict=True):
         assert value == (splitmix((start + (position + 1) * golden) & MASK) >> 12) / 2**52
 
@@ -37,16 +37,16 @@ def test_the_generator_is_splitmix64() -> None:
     """First outputs of SplitMix64 from state 1234567, as in Vigna's reference program."""
     with np.errstate(over="ignore"):
         states = np.array([1234567], np.uint64) + np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert sampling_batch._mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert tensor_sampling._mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("across", ["seeds", "positions"])
 def test_uniforms_are_uniform_and_unrelated(across: str) -> None:
     many = np.arange(50_000)
     if across == "seeds":
-        values = sampling_batch.uniforms(sampling_batch.streams_of(many.tolist()), np.full(50_000, 17))
+        values = tensor_sampling.uniforms(tensor_sampling.streams_of(many.tolist()), np.full(50_000, 17))
     else:
-        values = sampling_batch.uniforms(sampling_batch.streams_of([3] * 50_000), many)
+        values = tensor_sampling.uniforms(tensor_sampling.streams_of([3] * 50_000), many)
     assert values.min() >= 0.0
     assert values.max() < 1.0
     counts = np.histogram(values, 100, (0.0, 1.0))[0]

@@ -101,10 +101,10 @@ def test_aborts_and_an_engine_that_takes_over_change_no_token(folder: str, alone
     gone = {swapped[0], "0", "2"}
     for name in gone:
         core.abort(name)
-        core.check()
+        core.scheduler.check()
     while not host.counts["in"]:
         step(core)
-        core.check()
+        core.scheduler.check()
     for number in range(8):
         if str(number) not in gone and len(said[str(number)]) < 40:
             successor.add(request(number, said[str(number)]))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.kernels.cpu.arena import Arena
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.team import Arena
 from headway.kernels.interface import AttentionShape, StepGeometry
 from headway.kernels.weights import Weight
 from tests.kernels.operations import empty_cache, random_experts

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from headway.cost.layers import AttentionSinks
-from headway.policy.admission.intake import check, fit_to_context, sequences_of, taken_up
+from headway.policy.admission.intake import taken_up
+from headway.policy.admission.lengths import fit_to_context
 from headway.policy.admission.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -26,7 +27,7 @@ from headway.policy.objectives.slo import SloPolicy
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan, work_of
 from headway.policy.step.pooling import PoolingParams
-from headway.policy.step.request import Request, Sequence, Status
+from headway.policy.step.request import Request, Sequence, Status, check, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig

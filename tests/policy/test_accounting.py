@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.step.accounting import Accounting, StepTimes
-from headway.policy.step.ledger import Ledger, Phase, PhaseClock
+from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.step.request import Sequence, Status
 from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
@@ -36,12 +36,12 @@ def test_phases_sum_to_the_last_mark(marks: list[tuple[Phase, int]]) -> None:
 
 
 def test_a_clock_gives_each_ledger_what_passed_since_it_joined() -> None:
-    clock, ledger = PhaseClock(), Ledger(40)
+    clock, ledger = Ledger(), Ledger(40)
     clock.mark(Phase.QUEUE_BLOCKS, 40)
-    since = clock.read()
+    since = dict(clock.phases_ns)
     clock.mark(Phase.QUEUE_BLOCKS, 55)
     clock.mark(Phase.QUEUE_CAPACITY, 60)
-    clock.settle(ledger, since)
+    ledger.mark_parts(clock.phases_ns, since)
     assert ledger.phases_ns == {Phase.QUEUE_BLOCKS: 15, Phase.QUEUE_CAPACITY: 5}
     assert ledger.last_ns == 60
 

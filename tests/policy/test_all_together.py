@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headway.cost.layers import AttentionSinks
 from headway.policy.cache.kv_groups import kv_cache_groups, most_blocks
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
+from headway.policy.objectives.orders import AGEING_NS
 from headway.policy.objectives.service_class import ClassTable
-from headway.policy.step.order import AGEING_NS
 from headway.policy.step.request import Status
 from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
 from tests.policy.test_drafts import Drafting

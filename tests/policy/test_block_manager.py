@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headway.cost.layers import AttentionSinks
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.block_manager import BlockManager
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import PASSED, kv_cache_groups, most_blocks
 from headway.policy.cache.swap import HostPool, SwapSpace
 from headway.policy.step.plan import StepPlan, state_of
-from headway.policy.step.request import Request, Sequence, Status
+from headway.policy.step.request import Request, Sequence, Status, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.step_time import StepTimeModel
 

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.eviction import BRANCHES, HASTE, LIFETIME, Queue
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import BUILT_IN
 from headway.policy.step.accounting import StepTimes
+from headway.policy.step.request import sequences_of
 from tests.policy.simulation import Simulation, make_request
 
 OWNERS = ("interactive", "offline", "gone")
@@ -171,7 +171,7 @@ def footprint(sim: Simulation) -> int:
     branching = [each for each in pool.index._children.values() if isinstance(each, dict)]
     queues = [each._order for each in (pool.cached._protected, *pool.cached._queues.values())]
     of_scheduler = (sim.scheduler.sequences, sim.scheduler.decisions)
-    tree = (pool.index._children, *branching, pool.index._places)
+    tree = (pool.index._children, *branching)
     return sum(map(len, (*kept, *tree, *queues, *of_scheduler)))
 
 

@@ -7,10 +7,11 @@ import itertools
 import msgspec
 import pytest
 
-from headway.policy.admission.intake import INTAKE_NS, check, sequences_of, taken_up
-from headway.policy.step.request import FinishReason, Request, Resumed
+from headway.engine.messages import SequenceOutput
+from headway.outputs.choices import Choice, TokenizedPrompt
+from headway.policy.admission.intake import INTAKE_NS, taken_up
+from headway.policy.step.request import FinishReason, Request, Resumed, check, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
-from headway.policy.step.stopping import finish_reason, stop_ids, stop_reason
 from tests.policy.simulation import Simulation
 
 EOS = [0, 2]
@@ -78,11 +79,14 @@ def test_a_stop_token_is_named_unless_it_is_the_models_eos(
     params: dict[str, object], token: int, ends: bool, said: int | None
 ) -> None:
     wanted = request(**params)
-    assert (token in stop_ids(wanted.params, EOS)) == ends
     (sequence,) = sequences_of(wanted, max_model_len=100)
     sequence.tokens.append(token)
-    assert finish_reason(sequence, token) is (FinishReason.STOP if ends else None)
-    assert stop_reason(token if ends else None, wanted.params, EOS) == said
+    assert (token in sequence.stop_ids) == ends
+    assert sequence.reason_to_end() is (FinishReason.STOP if ends else None)
+    prompt = TokenizedPrompt(wanted.prompt_token_ids)
+    choice = Choice(index=0, prompt=prompt, params=wanted.params, tokenizer=None, eos_token_ids=EOS)
+    last = SequenceOutput("r", 0, [token], "stop" if ends else "length", token if ends else None)
+    assert choice.accept(last).stop_reason == said
 
 
 def test_what_is_there_is_taken_up_for_a_bounded_time() -> None:

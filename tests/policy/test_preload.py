@@ -7,10 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.preload import PreloadedPrompt, room_for
 from headway.policy.objectives.slo import SloPolicy
+from headway.policy.step.request import sequences_of
 from tests.policy.simulation import Simulation, make_request
 from tests.policy.test_shares import classes
 

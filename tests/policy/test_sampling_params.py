@@ -190,11 +190,6 @@ def test_replacing_a_value_checks_it() -> None:
         replace(make(), n=0)
 
 
-def test_greedy() -> None:
-    assert make(temperature=0).greedy
-    assert not make(temperature=0.1).greedy
-
-
 @given(
     st.builds(
         make,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.swap import SwapSpace
+from headway.policy.objectives.orders import AGEING_NS
 from headway.policy.objectives.priority import PriorityPolicy
 from headway.policy.step.ledger import Phase
-from headway.policy.step.order import AGEING_NS, Orders
+from headway.policy.step.order import Orders
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.policies import POLICIES
 from headway.policy.step.request import FinishReason, Status

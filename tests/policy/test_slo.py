@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.objectives.orders import deadline
 from headway.policy.objectives.output_lengths import OutputLengths
 from headway.policy.objectives.prefix_batching import PrefixLeaders
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
@@ -20,7 +21,6 @@ from headway.policy.objectives.slo import SloPolicy
 from headway.policy.objectives.window import MOST_OF_TIME_LEFT, Window
 from headway.policy.step.decisions import Decision
 from headway.policy.step.ledger import Phase
-from headway.policy.step.order import deadline
 from headway.policy.step.plan import work_of
 from headway.policy.step.request import FinishReason, Sequence, Status
 from headway.policy.step.step_budget import StepBudget

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.policy.cache.prefix_index import PrefixIndex
+from headway.policy.objectives import orders
+from headway.policy.objectives.orders import AGEING_NS, PRIORITY
 from headway.policy.objectives.priority import PriorityPolicy
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
-from headway.policy.step import order
 from headway.policy.step.ledger import Phase
-from headway.policy.step.order import AGEING_NS, PRIORITY
 from headway.policy.step.request import FinishReason, Sequence, Status
 from tests.policy.simulation import Simulation
 
@@ -130,7 +130,7 @@ def test_a_wait_for_a_better_priority_that_came_later_is_the_policys() -> None:
 def test_steps_in_which_nobody_comes_or_goes_compare_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the policy would cost time in every step in which many run and many wait."""
     keys: list[Sequence] = []
-    counting = replace(PRIORITY, admission=lambda s: (keys.append(s), order.priority(s))[1])  # type: ignore[func-returns-value]
+    counting = replace(PRIORITY, admission=lambda s: (keys.append(s), orders.priority(s))[1])  # type: ignore[func-returns-value]
     monkeypatch.setattr(PriorityPolicy, "orders", counting)
     sim, _ = busy()
     for number in range(50):

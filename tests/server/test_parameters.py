@@ -30,7 +30,7 @@ def test_defaults_of_the_checkpoint_hold_unless_the_request_says_otherwise() -> 
     params = of_completion(config, top_p=0.5)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.05)
     assert of_completion({}) == SamplingParams()
-    assert of_completion(config, temperature=0).greedy
+    assert of_completion(config, temperature=0).temperature == 0.0
 
 
 def test_max_tokens_of_each_route() -> None:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
-from headway.policy.admission.intake import sequences_of
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.accounting import StepTimes
@@ -28,7 +27,7 @@ from headway.policy.step.recording import (
     RecordedScheduler,
     Step,
 )
-from headway.policy.step.request import FinishReason
+from headway.policy.step.request import FinishReason, sequences_of
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.simulator import traffic as simulated

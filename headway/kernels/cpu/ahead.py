@@ -32,7 +32,7 @@ from headway.kernels.cpu.choice import Choice, choice_for
 from headway.kernels.cpu.code import can_keep, is_being_compiled
 from headway.kernels.cpu.compile import path_of
 from headway.kernels.cpu.kernels import CACHE_KINDS
-from headway.kernels.cpu.linear import kind_of
+from headway.kernels.cpu.packed_weight import kind_of
 from headway.kernels.cpu.packing import pack_job, rows_job
 from headway.kernels.cpu.product import product_job
 from headway.kernels.cpu.sampling import draw_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from headway.kernels.cpu import attention as cpu_attention
 from headway.kernels.cpu import cache as cpu_cache
-from headway.kernels.cpu import experts as cpu_experts
-from headway.kernels.cpu import recurrent as cpu_recurrent
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu import sampling as cpu_sampling
 from headway.kernels.cpu.arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
@@ -22,33 +20,26 @@ from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
 from headway.kernels.cpu.choice import choice_for
 from headway.kernels.cpu.chunks import ARRANGED, LATENT, PLAIN
-from headway.kernels.cpu.experts import HeadPlan, PackedHeads
-from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.further import SCATTERED, FurtherKernels
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
-    HeadLinear,
     LayerCache,
-    LayerState,
     Linear,
-    Mixture,
-    RoutingCounts,
     SinkQueries,
     StepGeometry,
     check_heads,
 )
-from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
+from headway.kernels.weights import SILU, Gate, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128
-# An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
-_SCATTERED = 16
 CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
 
 
-class CpuKernels:
+class CpuKernels(FurtherKernels):
     """Kernels for float32, bfloat16 and float16 on CPU.
 
     Threads are as many as `torch.get_num_threads()` says when the object is made. One thread at a time
@@ -67,14 +58,11 @@ class CpuKernels:
     warm_up_tokens: int | None = 2
 
     def __init__(self, memory: mmap.mmap | None = None, tiles: bool | None = None) -> None:
-        self._choice = choice_for(tiles)
-        self._team = Team()
-        self._memory = LargePages(memory)
+        super().__init__(Team(), choice_for(tiles), LargePages(memory))
         # Keys are the number of query heads to each key/value head, and the window.
         self._plans: dict[tuple[int, int | None], AttentionPlan] = {}
         self._programs: dict[Hashable, Program] = {}
-        self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
-        self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
+        self._attending: dict[tuple[torch.dtype, torch.dtype], int] = {}  # jobs by dtypes of queries and cache
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
@@ -105,51 +93,13 @@ class CpuKernels:
         """Pack weight [2 * F, in], gate rows beside the up rows that they let through."""
         return self._packed([(weight, bias)], gate)
 
-    def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
-        """Pack the weights of experts one under the other."""
-        packed = self._packed(gate_up, gate, count), self._packed(down, None, count)
-        return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
-
-    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
-        """Pack the matrices of heads one under the other."""
-        return PackedHeads(self._packed(((weight, None) for weight in weights), None, count), self._head_plan)
-
-    def _head_plan(self, tokens: int, *sizes: int) -> HeadPlan:
-        """The plan of heads for a step. Plans of short steps are kept, as programs use them; of long ones, the last."""
-        key = tokens if tokens <= _MOST_PROGRAMS else 0, *sizes
-        found = self._head_plans.get(key)
-        if found is None or found.tokens != tokens:
-            found = self._head_plans[key] = HeadPlan(tokens, *sizes)
-        return found
-
-    def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
-        """[T, H, D] and [T, H, E], strided along T and H or not, side by side -> dense [T, H, D + E]."""
-        tokens, heads, width = first.shape
-        other = first[..., :0] if second is None else second
-        out = self._team.empty((tokens, heads, width + other.shape[2]), first.dtype)
-        arguments = (
-            out.data_ptr(), heads, first.element_size(), first.data_ptr(), first.stride(0), first.stride(1), width,
-            other.data_ptr(), other.stride(0), other.stride(1), other.shape[2],
-        )  # fmt: skip
-        self._team.share(cpu_rows.join_job(), cpu_rows.JOIN, tokens * heads, out.numel(), arguments)
-        return out
-
-    def _packed(
-        self, products: Iterable[Product], gate: Gate | None = None, count: int = 1, wide: bool = False
-    ) -> PackedLinear:
-        return PackedLinear(products, self._team, self._memory, gate, self._choice, count, wide)
-
-    def routing_counts(self) -> RoutingCounts:
-        """The counts of all mixtures of these kernels so far."""
-        return RoutingCounts(*self._counts.tolist())
-
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """Copies of rows [T] of table [N, D]; a job of the team, as torch would wake OpenMP's threads."""
         table, rows = table.contiguous(), rows.contiguous()
         width = table.shape[1]
         out = self._team.empty((rows.shape[0], width), table.dtype)
         arguments = (table.data_ptr(), rows.data_ptr(), out.data_ptr(), width, table.element_size())
-        self._team.share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], _SCATTERED * out.numel(), arguments)
+        self._team.share(cpu_rows.take_job(), cpu_rows.TAKE, rows.shape[0], SCATTERED * out.numel(), arguments)
         return out
 
     def repeat(
@@ -203,28 +153,13 @@ class CpuKernels:
         self._team.share(cpu_rows.add_rms_norm_job(KINDS[x.dtype]), cpu_rows.ADD_RMS_NORM, rows, x.numel(), arguments)
         return x, residual
 
-    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-        """(x + residual) * factor, in the memory of residual."""
-        x, residual = x.contiguous(), residual.contiguous()
-        size, arguments = x.numel(), (x.data_ptr(), residual.data_ptr(), factor)
-        self._team.share(cpu_rows.add_job(KINDS[x.dtype]), cpu_rows.ADD, size, size, arguments)
-        return residual
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap), in the memory of x."""
-        x = x.contiguous()
-        size, arguments = x.numel(), (x.data_ptr(), cap)
-        self._team.share(cpu_rows.soft_cap_job(KINDS[x.dtype]), cpu_rows.SOFT_CAP, size, size, arguments)
-        return x
-
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """RoPE in place on query [T, H, D] and key [T, G, D], strided along T or not."""
-        check_heads("query", query)
-        check_heads("key", key)
+        at_query, at_key = _start("query", query), _start("key", key)
         tokens, heads, width = query.shape
         cos, sin = cos.contiguous(), sin.contiguous()
         arguments = (
-            query.data_ptr(), query.stride(0), heads, key.data_ptr(), key.stride(0), key.shape[1], width,
+            *at_query, heads, *at_key, key.shape[1], width,
             cos.shape[1], cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), cos.shape[0] - 1,
         )  # fmt: skip
         size = query.numel() + key.numel()
@@ -232,18 +167,17 @@ class CpuKernels:
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
-        check_heads("key", key)
-        check_heads("value", value)
+        at_key = _start("key", key)
+        at_value = at_key if cache.is_latent else _start("value", value)  # the same numbers in the same places
         tokens, kv_heads, width = key.shape
-        layout = _layout(cache)
-        value = key if cache.is_latent else value  # which is then the same numbers in the same places
+        layout = _layout_of(cache.keys.dtype, *cache.keys.shape[2:], cache.is_latent)
         arguments = (
-            key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), cache.keys.data_ptr(),
+            *at_key, *at_value, cache.keys.data_ptr(),
             cache.values.data_ptr(), slots.data_ptr(), kv_heads, layout[3], width, int(layout[0] == ARRANGED),
             layout[4], *_scale_addresses(cache),
         )  # fmt: skip
         code = cpu_cache.store_job(KINDS[key.dtype], CACHE_KINDS[cache.keys.dtype])
-        self._team.share(code, cpu_cache.STORE, tokens, _SCATTERED * key.numel(), arguments)
+        self._team.share(code, cpu_cache.STORE, tokens, SCATTERED * key.numel(), arguments)
 
     def attention(
         self,
@@ -257,97 +191,32 @@ class CpuKernels:
         first: SinkQueries | None = None,
     ) -> Tensor:
         """Causal paged attention of query [T, H, D] over the stored context -> [T, H, D]."""
-        check_heads("query", query)
+        at_query, stride = _start("query", query)
         tokens, heads, width = query.shape
         kv_heads, value_width = cache.keys.shape[1], cache.values.shape[3]
+        layout = _layout_of(cache.keys.dtype, *cache.keys.shape[2:], cache.is_latent)
         plan = self._plan_of(step, heads // kv_heads, sliding_window)
         plan.reserve(heads, width)
         address, *partials = plan.places
         out = self._team.empty((tokens, heads, value_width), query.dtype)
         arguments = (
-            address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
-            *_layout(cache), value_width, query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
+            address, heads, kv_heads, stride, step.block_tables.stride(0), sliding_window or 0,
+            *layout, value_width, at_query, step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
             *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first), scale, softcap or 0.0,
         )  # fmt: skip
-        kind = CACHE_KINDS[cache.keys.dtype]
-        if kind is BFLOAT16:
-            kind = self._choice.way(kind, "attention").kind
-        code = cpu_attention.attend_job(KINDS[query.dtype], kind)
+        dtypes = query.dtype, cache.keys.dtype
+        code = self._attending.get(dtypes)
+        if code is None:
+            code = self._attending[dtypes] = self._attend_job(*dtypes)
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
-    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate), both [T, H, D], in the memory of x."""
-        x = x.contiguous()
-        check_heads("gate", gate)
-        arguments = (x.data_ptr(), gate.data_ptr(), gate.stride(0), x[0].numel())
-        self._team.share(cpu_recurrent.gate_job(KINDS[x.dtype]), cpu_recurrent.GATE, len(x), x.numel(), arguments)
-        return x
-
-    def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
-        """The gate's f(x) * up, both [T, F], in the memory of x."""
-        x = x.contiguous()
-        arguments = (x.data_ptr(), up.data_ptr(), up.stride(0), x.shape[1], gate.slope, gate.cubic)
-        self._team.share(cpu_recurrent.gated_job(KINDS[x.dtype]), cpu_recurrent.GATED, len(x), x.numel(), arguments)
-        return x
-
-    def convolve(
-        self,
-        x: Tensor,
-        gates: tuple[Tensor, Tensor] | None,
-        taps: Tensor,
-        bias: Tensor | None,
-        state: LayerState,
-        step: StepGeometry,
-    ) -> Tensor:
-        """See Kernels; a thread takes some channels of a sequence."""
-        width, channels = taps.shape
-        out = self._team.empty(tuple(x.shape), x.dtype)
-        before = behind = gate_stride = 0
-        if gates is not None:
-            before, behind, gate_stride = gates[0].data_ptr(), gates[1].data_ptr(), gates[0].stride(0)
-        arguments = (
-            _spans(step).data_ptr(), x.data_ptr(), x.stride(0), before, behind, gate_stride, taps.data_ptr(), width,
-            channels, 0 if bias is None else bias.data_ptr(), state.inputs.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        self._team.run(cpu_recurrent.convolve_job(KINDS[x.dtype]), cpu_recurrent.CONVOLVE, arguments)
-        return out
-
-    def delta_rule(
-        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
-    ) -> Tensor:
-        """See Kernels; a thread takes a head of a sequence."""
-        matrices = state.matrices
-        if matrices is None:
-            raise ValueError("a layer whose state has no matrices has no delta rule")
-        heads, key_dim, value_dim = matrices.shape[1:]
-        out = self._team.empty((len(mixed), heads * value_dim), mixed.dtype)
-        arguments = (
-            _spans(step).data_ptr(), heads, rule.key_heads, key_dim, value_dim, mixed.data_ptr(), gate.data_ptr(),
-            gate.stride(0), numbers.data_ptr(), rule.rate.data_ptr(), rule.offset.data_ptr(), rule.norm.data_ptr(),
-            matrices.data_ptr(), out.data_ptr(), rule.eps, rule.by_turns,
-        )  # fmt: skip
-        self._team.run(cpu_recurrent.delta_rule_job(KINDS[mixed.dtype]), cpu_recurrent.DELTA_RULE, arguments)
-        return out
-
-    def route(
-        self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
-    ) -> tuple[Tensor, Tensor]:
-        """See Kernels."""
-        logits = logits.contiguous()
-        rows, columns = logits.shape
-        width = per_token + shared
-        chosen, weights = self._team.empty((rows, width), torch.int64), self._team.empty((rows, width), torch.float32)
-        arguments = (
-            logits.data_ptr(), logits.element_size(), columns - (shared and scores.gated), per_token, int(normalized),
-            int(shared), chosen.data_ptr(), weights.data_ptr(), int(scores.gated),
-            int(scores.sigmoid), 0 if scores.bias is None else scores.bias.data_ptr(), scores.groups,
-            scores.best_groups, scores.factor,
-        )  # fmt: skip
-        code = cpu_experts.route_job(KINDS[logits.dtype])
-        self._team.share(code, cpu_experts.ROUTE, rows, _SCATTERED * logits.numel(), arguments)
-        return chosen, weights
+    def _attend_job(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+        kind = CACHE_KINDS[cache_dtype]
+        if kind is BFLOAT16:
+            kind = self._choice.way(kind, "attention").kind
+        return cpu_attention.attend_job(KINDS[dtype], kind)
 
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
         """See Draw."""
@@ -378,13 +247,16 @@ class CpuKernels:
                     blocks[target].copy_(copy)
 
 
-def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:
-    """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu.attention has it."""
-    return _layout_of(cache.keys.dtype, *cache.keys.shape[2:], cache.is_latent)
+def _start(name: str, x: Tensor) -> tuple[int, int]:
+    """Where x [T, H, D] begins, and the elements from one token to the next. Raises ValueError as check_heads()."""
+    if x.stride()[1:] != (x.shape[-1], 1):
+        check_heads(name, x)
+    return x.data_ptr(), x.stride(0)
 
 
 @functools.cache
 def _layout_of(dtype: torch.dtype, block_size: int, width: int, is_latent: bool) -> tuple[int, int, int, int, int]:
+    """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu.attention has it."""
     arranged = LATENT if is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
     return arranged, arithmetic_of(CACHE_KINDS[dtype]).inputs, width, block_size, dtype.itemsize
 
@@ -401,12 +273,6 @@ def _sink_queries(first: SinkQueries | None) -> tuple[int, int, int]:
         return 0, 0, 0
     check_heads("query of sinks", first.rows)
     return first.rows.data_ptr(), first.rows.stride(0), first.num_keys
-
-
-def _spans(step: StepGeometry) -> Tensor:
-    if step.spans is None:
-        raise ValueError("a step of a model with recurrent layers has no spans")
-    return step.spans
 
 
 def _match(weight: Tensor, x: Tensor) -> Tensor:

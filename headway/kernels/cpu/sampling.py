@@ -16,6 +16,7 @@ A row's memory, of P tokens (whole blocks): float32 x [P], candidates [P], weigh
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ _BLOCK = 128
 _BITS, _BINS = 8, 256  # bits of a logit that are looked at together
 _CANDIDATES = 64  # blocks whose peaks are looked at first, where top_p alone cuts
 (
-    _INVERSE, _LOG_MIN_P, _TOP_K, _TOP_P, _LOG_REST, _STREAM, _POSITION, _EDITS, _NUM_EDITS, _REPETITION, _FREQUENCY,
+    _INVERSE, _LOG_MIN_P, _TOP_K, _TOP_P, _LOG_REST, _SEED, _POSITION, _EDITS, _NUM_EDITS, _REPETITION, _FREQUENCY,
     _PRESENCE, _SEEN, _COUNTS, _NUM_SEEN, _MASK,
 ) = range(len(DRAW.names or ()))  # fmt: skip
 _ROW_BYTES = DRAW.itemsize
@@ -64,6 +65,7 @@ def padded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
+@lru_cache
 def row_memory(size: int) -> int:
     """Bytes that a row of so many logits needs."""
     blocks = padded(size) // _BLOCK
@@ -351,9 +353,10 @@ def _mix(state):
 
 
 @compiled()
-def _uniform(stream, position):
-    """The uniform number of a stream at a position, by the definition in headway/engine/draws.py."""
-    return np.float64(_mix(np.uint64(stream) + np.uint64(position + 1) * _GOLDEN) >> np.uint64(12)) * 2.0**-52
+def _uniform(seed, position):
+    """The uniform number of a seed at a position, by the definition in headway/engine/tensor_sampling.py."""
+    stream = _mix(np.uint64(seed) + _GOLDEN)
+    return np.float64(_mix(stream + np.uint64(position + 1) * _GOLDEN) >> np.uint64(12)) * 2.0**-52
 
 
 @compiled()
@@ -383,7 +386,7 @@ def draw_row(kind, logits, size, row, memory):
         return np.int64(_place_of(FLOAT32, x, first, first + _BLOCK, best))
     least = max(np.float32(read_float64(row, _LOG_MIN_P)), _NO_WEIGHT)
     top_k, top_p = read_int64(row, _TOP_K), read_float64(row, _TOP_P)
-    uniform = _uniform(read_int64(row, _STREAM), read_int64(row, _POSITION))
+    uniform = _uniform(read_int64(row, _SEED), read_int64(row, _POSITION))
     total = 0.0
     if top_k == 0:
         total = _block_masses(x, blocks, best, inverse, least, masses)

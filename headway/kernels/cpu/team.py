@@ -12,10 +12,12 @@ The board is one int64: job number * 256 + OPEN + the number of helpers inside t
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels.cpu.arena import Arena
 from headway.kernels.cpu.compile import address_of, callable_of, compiled, external
 from headway.kernels.cpu.simd import (
     add_to,
@@ -54,6 +55,7 @@ _YIELDING_LOOKS = 6000
 # Results of so many bytes are kept mapped: malloc would map and unmap each of 32 MB and more, whose pages the system
 # clears one by one.
 _LARGE = 16 << 20
+_CHUNK, _ALIGNMENT = 16 << 20, 64  # bytes that an arena takes of the system at a time, and of a tensor's start
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
 
@@ -232,6 +234,58 @@ class Team:
             helper.due = True
             if helper.asleep:
                 helper.wanted.set()
+
+
+class Arena:
+    """Tensors whose memory stays mapped after they are gone, for those that come after them.
+
+    A recorded sequence of operations is right whenever it is repeated: where two of its results share memory, the
+    first was not needed any more when the second was made. Memory is never given back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._free: list[tuple[int, int]] = []  # (address, size), by address
+        # Whichever thread drops the last reference only appends here.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of any numbers; its memory is free when the last tensor that shares its storage is gone."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        size = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        address = self._take(size)
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, self._returned.append, (address, size)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    def _take(self, size: int) -> int:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+        for index, (address, room) in enumerate(self._free):
+            if room >= size:
+                if room == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (address + size, room - size)
+                return address
+        chunk = np.empty(max(_CHUNK, size) + _ALIGNMENT, np.uint8)
+        self._chunks.append(chunk)
+        begin = -(-chunk.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+        self._give_back(begin, max(_CHUNK, size))
+        return self._take(size)
+
+    def _give_back(self, address: int, size: int) -> None:
+        self._free.append((address, size))
+        self._free.sort()
+        joined: list[tuple[int, int]] = []
+        for start, room in self._free:
+            if joined and joined[-1][0] + joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            else:
+                joined.append((start, room))
+        self._free = joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from headway.policy.cache.checkpoints import Checkpoints
 from headway.policy.cache.eviction import COMMON, CachedBlocks
 from headway.policy.cache.kv_groups import KVCacheGroup, most_blocks
 from headway.policy.cache.prefix_index import PrefixIndex, PrefixMatch
+from headway.policy.cache.windowed_index import WindowedIndex
 
 # Blocks in one part of the integrity check, which takes about a fifth of a millisecond.
 CHECKED_AT_ONCE = 1024
@@ -90,7 +91,11 @@ class KVBlocks:
         self.allocated = self.runs = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self.groups = tuple(groups)
-        self.index = PrefixIndex(num_blocks, block_size, groups, self.references)
+        self.index = (
+            WindowedIndex(num_blocks, block_size, groups, self.references)
+            if any(group.window for group in groups)
+            else PrefixIndex(num_blocks, block_size)
+        )
 
     @property
     def num_free(self) -> int:

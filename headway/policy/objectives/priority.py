@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from headway.policy.objectives.orders import PRIORITY
 from headway.policy.objectives.victims import Displacement
-from headway.policy.step.order import PRIORITY
 from headway.policy.step.request import Sequence
 from headway.policy.step.scheduling_policy import SchedulingPolicy
 from headway.policy.step.sequences import Sequences, Step
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """Serves lower priority values first; each is worth some seconds of waiting (`order.priority`)."""
+    """Serves lower priority values first; each is worth some seconds of waiting (`orders.priority`)."""
 
     orders = PRIORITY
     uses_priority = True

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headway.policy.objectives.fairness import FairSequences
-from headway.policy.step.order import promise_rank
+from headway.policy.objectives.orders import promise_rank
 from headway.policy.step.request import NEVER, Sequence
 from headway.policy.step.step_time import StepTimeModel, StepWork
 

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 from headway.policy.objectives.fairness import FairSequences
+from headway.policy.objectives.orders import BEHIND_ALL, SLO
 from headway.policy.objectives.output_lengths import OutputLengths
 from headway.policy.objectives.prefix_batching import PrefixLeaders
 from headway.policy.objectives.promises import LOOKED_AT, STARVED_SHARE, Outlook, Promises, Yield, is_promised
@@ -29,7 +30,7 @@ from headway.policy.objectives.shares import Shares
 from headway.policy.objectives.victims import Displacement
 from headway.policy.objectives.window import Window
 from headway.policy.step.accounting import StepTimes
-from headway.policy.step.order import BEHIND_ALL, SLO, OrderedSequences
+from headway.policy.step.order import OrderedSequences
 from headway.policy.step.request import NEVER, FinishReason, Sequence, Status
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.scheduling_policy import SchedulingPolicy

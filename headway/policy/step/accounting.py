@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from headway.policy.step.ledger import Phase, PhaseClock
+from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.step.request import Sequence, Status
 from headway.policy.step.step_time import StepTimeModel, StepWork
@@ -30,7 +30,9 @@ class StepTimes(msgspec.Struct, frozen=True, gc=False):
 class Accounting:
     """Keeps the ledgers of all sequences in the engine.
 
-    Waiting sequences share the queue clock, decoding ones the decode clock; only those with a prompt under way are
+    Sequences that wait in the queue, or decode in every step, spend the same nanoseconds on the same phases. So there
+    is a ledger for all that wait, and one for all that decode: a sequence notes its phases when it joins and is given
+    what was added when it leaves, which costs nothing for the steps between. Only those with a prompt under way are
     marked one by one. `stall_ns` adds up the stalls of all sequences by cause since it was last taken.
 
     Args:
@@ -41,8 +43,8 @@ class Accounting:
         self.step_time = step_time
         self.queue_reason = Phase.QUEUE_CAPACITY
         self.stall_ns: dict[Phase, int] = {}
-        self._queue = PhaseClock()
-        self._decode = PhaseClock()
+        self._queue = Ledger()
+        self._decode = Ledger()
         self._on_decode_clock = 0
         self._steps = 0
 
@@ -55,16 +57,14 @@ class Accounting:
     def begin_waiting(self, sequence: Sequence, now: int) -> None:
         """A new sequence waits; what passed since its hand-over was transport."""
         sequence.ledger.mark(Phase.TRANSPORT, now)
-        self._join_queue(sequence, now)
+        self._queue.mark(self.queue_reason, now)
+        sequence.clock_marks = dict(self._queue.phases_ns)
 
     def begin_preempted(self, sequence: Sequence, now: int) -> None:
+        """A running sequence waits again."""
         self.leave(sequence, now)
         if sequence.output_len == 0:
-            self._join_queue(sequence, now)
-
-    def _join_queue(self, sequence: Sequence, now: int) -> None:
-        self._queue.mark(self.queue_reason, now)
-        sequence.clock_marks = self._queue.read()
+            self.begin_waiting(sequence, now)
 
     def leave(self, sequence: Sequence, now: int) -> None:
         """A waiting sequence is admitted, or one has ended: bring its ledger to `now`, whichever clock it was on."""
@@ -72,13 +72,13 @@ class Accounting:
         if sequence.status is Status.WAITING:
             if marks is not None:
                 self._queue.mark(self.queue_reason, now)
-                self._queue.settle(sequence.ledger, marks)
+                sequence.ledger.mark_parts(self._queue.phases_ns, marks)
             elif sequence.preemptions:
                 self._stall(sequence, Phase.DECODE_STALL_PREEMPTED, now)
         elif marks is not None:
             self._on_decode_clock -= 1
             self._decode.mark(Phase.SCHEDULE, now)
-            self._decode.settle(sequence.ledger, marks)
+            sequence.ledger.mark_parts(self._decode.phases_ns, marks)
         sequence.ledger.mark(Phase.SCHEDULE, now)
 
     def _stall(self, sequence: Sequence, phase: Phase, until: int) -> None:
@@ -142,17 +142,15 @@ class Accounting:
         return self._on_decode_clock == running
 
     def _learn(self, work: StepWork, forward: int) -> None:
-        if forward > 0 and self._is_worth_learning(work):
-            self.step_time.observe(work, forward)
-
-    def _is_worth_learning(self, work: StepWork) -> bool:
-        """True for every step with a prompt in it, and for one in eight of those that only decode."""
-        self._steps += 1
-        return work.prefill_tokens > 0 or self._steps % 8 == 0
+        """Learn from every step with a prompt in it, and from one in eight of those that only decode."""
+        if forward > 0:
+            self._steps += 1
+            if work.prefill_tokens or self._steps % 8 == 0:
+                self.step_time.observe(work, forward)
 
     def join_decode_clock(self, sequence: Sequence) -> None:
         """The sequence decodes in every step after this one."""
-        sequence.clock_marks = self._decode.read()
+        sequence.clock_marks = dict(self._decode.phases_ns)
         self._on_decode_clock += 1
 
     def leave_out(self, sequence: Sequence, now: int) -> None:
@@ -164,22 +162,26 @@ class Accounting:
         clock = self._decode
         clock.mark(Phase.SCHEDULE, times.launched_ns)
         if work.prefill_tokens and work.decode_tokens:
-            prompts = forward  # where they end
-            alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
-            compute = int(forward * self.step_time.share_without(work, alone))
-            if work.logit_rows:
-                without_logits = self.step_time.share_without(work, replace(work, logit_rows=0))
-                prompts = max(compute, int(forward * without_logits))
-            self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
-            self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
-            self._mark_decodes(work, compute, forward, times.launched_ns)
-            clock.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
-            clock.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
+            self._divide_mixed(work, forward, times)
         elif work.drafts:
             self._mark_decodes(work, forward, forward, times.launched_ns)
         else:
             clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
         clock.mark(Phase.SAMPLING, times.sampled_ns)
+
+    def _divide_mixed(self, work: StepWork, forward: int, times: StepTimes) -> None:
+        """Divide a forward pass of decodes and prompts as those who decode have spent it."""
+        prompts = forward  # where they end
+        alone = StepWork(decode_tokens=work.decode_tokens, decode_context=work.decode_context)
+        compute = int(forward * self.step_time.share_without(work, alone))
+        if work.logit_rows:
+            without_logits = self.step_time.share_without(work, replace(work, logit_rows=0))
+            prompts = max(compute, int(forward * without_logits))
+        self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
+        self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
+        self._mark_decodes(work, compute, forward, times.launched_ns)
+        self._decode.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
+        self._decode.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)
 
     def _mark_decodes(self, work: StepWork, compute: int, forward: int, began: int) -> None:
         """Divide the decodes' part of a forward pass into that of newest tokens and that of the drafts behind them."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
-from headway.policy.step.step_time import StepTimeModel
 
 
 @dataclass(slots=True)
@@ -52,18 +51,12 @@ class Decision:
     predicted_ns: float = 0.0
     took_ns: int = 0
 
-    def note(self, plan: StepPlan, sequences: Mapping[int, Sequence], step_time: StepTimeModel) -> None:
-        """Note what was put into the plan."""
-        self.decoding, self.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
-        self.admitted = [sequences[new.seq_id].request_id for new in plan.new]
-        if plan.preempted:
-            preempted = [sequences[seq_id] for seq_id in plan.preempted if seq_id in sequences]  # others were ended
-            self.preempted = [sequence.request_id for sequence in preempted]
-            self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
-        if plan.swaps:
-            self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
-        if step_time.is_trained:
-            self.predicted_ns = step_time.predict_ns(plan.work)
+    def note_preempted(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
+        """Note who was preempted, and what is swapped."""
+        preempted = [sequences[seq_id] for seq_id in plan.preempted if seq_id in sequences]  # others were ended
+        self.preempted = [sequence.request_id for sequence in preempted]
+        self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
+        self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
 
     def in_words(self) -> str:
         """The decision as one line of text."""

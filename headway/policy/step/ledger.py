@@ -6,6 +6,7 @@ to the time between the first and the last mark exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -71,9 +72,10 @@ class Ledger:
             self.phases_ns[phase] = self.phases_ns.get(phase, 0) + now_ns - self.last_ns
             self.last_ns = now_ns
 
-    def mark_parts(self, parts: dict[Phase, int]) -> None:
-        """Append phases of known length, in order."""
-        for phase, length_ns in parts.items():
+    def mark_parts(self, parts: Mapping[Phase, int], since: Mapping[Phase, int] = {}) -> None:
+        """Append phases of known length, in order; where they have grown, only by what was added `since`."""
+        for phase, until_ns in parts.items():
+            length_ns = until_ns - since.get(phase, 0)
             if length_ns > 0:
                 self.phases_ns[phase] = self.phases_ns.get(phase, 0) + length_ns
                 self.last_ns += length_ns
@@ -81,21 +83,3 @@ class Ledger:
     @property
     def total_ns(self) -> int:
         return self.last_ns - self.began_ns
-
-
-class PhaseClock(Ledger):
-    """Time divided into phases once, for all sequences that spend it in the same way.
-
-    Sequences that wait in the queue, or decode in every step, spend the same nanoseconds on the same
-    phases. The clock adds them up once a step; a sequence notes its reading when it joins and is given
-    the difference when it leaves, which costs nothing for the steps between.
-    """
-
-    __slots__ = ()
-
-    def read(self) -> dict[Phase, int]:
-        return dict(self.phases_ns)
-
-    def settle(self, ledger: Ledger, since: dict[Phase, int]) -> None:
-        """Append to the ledger the time since the reading `since`."""
-        ledger.mark_parts({phase: ns - since.get(phase, 0) for phase, ns in self.phases_ns.items()})

@@ -61,7 +61,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
 
 def state_of(sequence: Sequence) -> SequenceState:
     """All that an executor has to know of a sequence, with copies of its lists."""
-    tables = [table.entries(0, table.end) for table in sequence.tables]
+    tables = [table.entries(0, table.end) if table.first else table.blocks[:] for table in sequence.tables]
     return SequenceState(
         sequence.seq_id,
         sequence.params,

@@ -8,16 +8,20 @@ from enum import StrEnum
 
 import msgspec
 
+from headway.policy.admission.lengths import context_left
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.cache.kv_groups import PASSED
 from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.cache.swap import Swapped
-from headway.policy.objectives.service_class import BUILT_IN, ServiceClass
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 
 NEVER = 2**62  # in nanoseconds: later than anything
+# Share of an objective for the first token that is kept for the client's side of it: until the first byte is read here,
+# and from the last write until it is there. In a server that refuses what it cannot serve, all are served just in time.
+ON_THE_WIRE = 0.1
 
 
 class FinishReason(StrEnum):
@@ -172,6 +176,16 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def reason_to_end(self) -> FinishReason | None:
+        """Why it ends with its newest token, or None when it goes on.
+
+        Stop strings are found where tokens become text, and end a choice by an abort of its sequence.
+        """
+        params = self.params
+        if self.tokens[-1] in self.stop_ids and (self.output_len > params.min_tokens or params.structured_outputs):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
+
     def logit_rows(self, start: int, count: int) -> int:
         """How many of `count` tokens after the first `start` need logits for prompt_logprobs: none of later choices."""
         if self.params.prompt_logprobs is None or self.index or self.output_len:
@@ -217,3 +231,89 @@ class Sequence:
         """Only its newest token is left to compute, and it has produced one."""
         known = len(self.tokens)
         return self.num_computed + 1 == known and known > self.prompt_len
+
+
+def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
+    """Refuse a request that would break a step that others share.
+
+    Args:
+        vocab_size: None where token ids are made up.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    known, least = len(request.prompt_token_ids), int(request.pooling is None)
+    if not known:
+        raise ValueError("the prompt is empty; give at least one token")
+    if known + least > max_model_len:
+        context_left(known, max_model_len, least)
+    if request.resumed:
+        known += max(len(choice.token_ids) for choice in request.resumed)
+        if known + least > max_model_len:  # the engine that began the request had memory for more
+            raise ValueError(
+                f"{known} tokens are known, and the context is now {max_model_len}: there is no room to go on"
+            )
+    if vocab_size is None:
+        return
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("logit_bias", request.params.logit_bias),
+        ("stop_token_ids", request.params.stop_token_ids),
+        ("token_ids", request.pooling.token_ids if request.pooling is not None else ()),
+    ):
+        for token in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} has token id {token}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
+    """A sequence for each choice that is to be computed; the others share the prompt of the first.
+
+    One whose class is no longer in the table is of the default class. The first token is due in the engine before it is
+    due at the client: by the time that it takes to the API process, and by ON_THE_WIRE of the objective for what nobody
+    here sees. That is never before half of its time.
+    """
+    ranked = {each.name: (rank, each) for rank, each in enumerate(classes.classes)}
+    rank, service = ranked.get(request.service_class) or ranked.get(classes.default) or (0, classes.classes[0])
+    ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
+    due_ns = NEVER
+    if ttft_ms < math.inf and not request.pins_prompt:
+        in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns
+        due_ns = request.arrival_ns + round(max(in_time_ns, ttft_ms * 0.5e6))
+    params, prompt = request.params, request.prompt_token_ids
+    seed = (request.seed or 0) if params.seed is None else params.seed
+    longest = (
+        len(prompt)
+        if request.pooling is not None
+        else max_model_len
+        if params.max_tokens is None
+        else min(max_model_len, len(prompt) + params.max_tokens)
+    )
+    eos = request.eos_token_ids if params.ends_at_eos else ()
+    sequences: list[Sequence] = []
+    for choice in request.choices:
+        sequence = Sequence(
+            request_id=request.request_id,
+            index=choice.index,
+            params=params,
+            tokens=[*prompt, *choice.token_ids],
+            prompt_len=len(prompt),
+            max_len=longest,
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            seed=seed + choice.index,
+            priority=request.priority,
+            arrival_ns=request.arrival_ns,
+            service=service,
+            tenant=request.tenant,
+            rank=rank,
+            due_ns=due_ns,
+            tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
+            cache_salt=request.cache_salt,
+            parent=sequences[0] if sequences else None,
+            cached_tokens=choice.cached_tokens,
+            pins_prompt=request.pins_prompt,
+            pooling=request.pooling,
+        )
+        sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
+        sequences.append(sequence)
+    return sequences

@@ -29,24 +29,24 @@ _DEFAULTABLE = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-_INTEGERS = {
-    "n": (1, MAX_CHOICES),
-    "top_k": (0, MAX_COUNT),
-    "max_tokens": (1, MAX_COUNT),
-    "min_tokens": (0, MAX_COUNT),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "seed": (-(2**63), 2**63 - 1),
+# The kind of each number, and its limits.
+_NUMBERS: dict[str, tuple[type[Any], float, float]] = {
+    "n": (int, 1, MAX_CHOICES),
+    "top_k": (int, 0, MAX_COUNT),
+    "max_tokens": (int, 1, MAX_COUNT),
+    "min_tokens": (int, 0, MAX_COUNT),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "temperature": (float, 0.0, 100.0),
+    "top_p": (float, math.ulp(0.0), 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 0.01, 100.0),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
 }
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
-_REALS = {
-    "temperature": (0.0, 100.0),
-    "top_p": (math.ulp(0.0), 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 def _is_integer(value: object) -> bool:
@@ -83,6 +83,18 @@ def _items(name: str, value: Iterable[Any] | None) -> list[Any]:
     if isinstance(value, list | tuple | set | frozenset | None):
         return list(value or ())
     raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be a list")
+
+
+def _number(name: str, value: Any, kind: type[Any], low: float, high: float) -> int | float:
+    """A number of another type, as one of this kind. Raises InvalidParameter for what is none, or out of range."""
+    if not (_is_integer(value) if kind is int else _is_real(value)):
+        wanted = "an integer" if kind is int else "a number"
+        raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be {wanted}")
+    if not low <= value <= high:  # also refuses NaN
+        limits = (low, high) if kind is int else (f"{low:g}", f"{high:g}")
+        bound = "above 0 and at most 1" if name == "top_p" else f"between {limits[0]} and {limits[1]}"
+        raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be {bound}")
+    return int(value) if kind is int else float(value)
 
 
 @dataclass(slots=True)
@@ -138,11 +150,21 @@ class SamplingParams:
         self.logit_bias = dict(self.logit_bias or {})
         if _is_integer(self.top_k) and self.top_k == -1:
             self.top_k = 0
-        self._check_integers()
-        self._check_reals()
-        self._check_flags()
-        self._check_stops()
-        self._check_logit_bias()
+        for name, (kind, low, high) in _NUMBERS.items():
+            value = getattr(self, name)
+            if not (type(value) is kind and low <= value <= high) and (value is not None or name not in _OPTIONAL):
+                setattr(self, name, _number(name, value, kind, low, high))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                "min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
+            )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, f"{name} is {_shown(getattr(self, name))}; it must be true or false")
+        if self.stop or self.stop_token_ids:
+            self._check_stops()
+        if self.logit_bias:
+            self._check_logit_bias()
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 
@@ -152,37 +174,6 @@ class SamplingParams:
         except (InvalidStructure, AttributeError, TypeError) as error:
             said = str(error) if isinstance(error, InvalidStructure) else f"it is {_shown(given)}, not a mapping"
             raise InvalidParameter("structured_outputs", f"structured_outputs: {said}") from None
-
-    def _check_integers(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not _is_integer(value):
-                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be an integer")
-            if not low <= value <= high:
-                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be between {low} and {high}")
-            setattr(self, name, int(value))
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameter(
-                "min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
-            )
-
-    def _check_reals(self) -> None:
-        for name, (low, high) in _REALS.items():
-            value = getattr(self, name)
-            if not _is_real(value):
-                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be a number")
-            if not low <= value <= high:  # also refuses NaN
-                bound = "above 0 and at most 1" if name == "top_p" else f"between {low:g} and {high:g}"
-                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be {bound}")
-            setattr(self, name, float(value))
-
-    def _check_flags(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidParameter(name, f"{name} is {_shown(value)}; it must be true or false")
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -219,13 +210,14 @@ class SamplingParams:
         self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
 
     @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's eos ends a choice. Nothing can follow the end of a structured output."""
+        return not self.ignore_eos or self.structured_outputs is not None
+
+    @property
     def penalises(self) -> bool:
         """Whether a penalty makes the tokens so far count for the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

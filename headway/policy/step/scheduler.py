@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from headway.policy.cache.block_manager import BlockManager
-from headway.policy.cache.checkpoints import Checkpoint
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.swap import HostPool
 from headway.policy.objectives.service_class import ClassTable
@@ -34,8 +33,7 @@ from headway.policy.step.request import FinishReason, Sequence, Status
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.sequences import Sequences, Step
 from headway.policy.step.step_budget import StepBudget
-from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
-from headway.policy.step.stopping import finish_reason
+from headway.policy.step.step_time import StepTimeModel, StepWork
 
 DECISIONS_KEPT = 256
 
@@ -122,15 +120,19 @@ class Scheduler:
             self._schedule_drafts(plan)
         decodes = len(plan.scheduled)
         beside = work_of(plan.scheduled)
-        budget = self._budget_beside(beside, policy.time_for(beside, sequences.running))
-        if step.prompts:
-            self._schedule_prefills(step, budget, may_admit=not out_of_blocks)
-            out_of_blocks = len(plan.preempted) > preempted
-        reason = Phase.QUEUE_BLOCKS if out_of_blocks else self._admit(step, budget)
+        slack_ns = policy.time_for(beside, sequences.running)
+        reason = Phase.QUEUE_BLOCKS
+        if step.prompts or len(sequences.waiting):
+            budget = self._budget_beside(beside, slack_ns)
+            if step.prompts:
+                self._schedule_prefills(step, budget, may_admit=not out_of_blocks)
+                out_of_blocks = len(plan.preempted) > preempted
+            if not out_of_blocks:
+                reason = self._admit(step, budget)
         if step.left_out and not plan.scheduled:
             self._schedule_decodes([each for each in step.left_out if each.status is Status.RUNNING], step)
-        if self.blocks.checkpoints is not None:
-            self._keep_decoded(plan)
+        if self.block_manager.states is not None:
+            self.block_manager.states.keep_decoded(plan.scheduled, sequences.by_id)
         added = plan.scheduled[decodes:]
         plan.work = beside + work_of(added) if added else beside
         if not len(sequences.waiting):
@@ -144,8 +146,9 @@ class Scheduler:
         """End sequences that have waited too long, and sort those that run into decodes and prompts."""
         sequences = self.sequences
         step = Step(now, sequences, [], [], StepPlan(), Decision(now))
-        for sequence in sequences.unserved.expired(now):
-            step.end(sequence, FinishReason.TIMEOUT)
+        if sequences.unserved:
+            for sequence in sequences.unserved.expired(now):
+                step.end(sequence, FinishReason.TIMEOUT)
         step.decoding = [sequence for sequence in sequences.running if sequence.is_decoding]
         if len(step.decoding) < len(sequences.running):
             step.prompts = [sequence for sequence in sequences.running if not sequence.is_decoding]
@@ -168,10 +171,14 @@ class Scheduler:
         """Note what was decided, and the reason for which others still wait."""
         self.accounting.queue_stands_at(reason, step.now)
         self.sequences.waiting.measure()
-        plan, decision = step.plan, step.decision
+        plan, decision, step_time = step.plan, step.decision, self.accounting.step_time
         if self.host is not None and plan.scheduled:
             plan.swaps = self.host.take_swaps()
-        decision.note(plan, self.sequences.by_id, self.accounting.step_time)
+        decision.decoding, decision.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
+        if plan.preempted or plan.swaps:
+            decision.note_preempted(plan, self.sequences.by_id)
+        if step_time.is_trained:
+            decision.predicted_ns = step_time.predict_ns(plan.work)
         decision.left_out = len(step.left_out)
         if self.blocks.cached.num_evicted != self._evictions.total():
             decision.evicted = self.blocks.cached.evictions - self._evictions
@@ -179,15 +186,6 @@ class Scheduler:
         decision.waiting, decision.running = len(self.sequences.waiting), len(self.running)
         decision.queue = reason
         self.decisions.append(decision)
-
-    def longest_step_ns(self) -> float:
-        """What a step takes with as much of everything as there may be; 0 where that cannot be predicted as yet."""
-        config, step_time = self.config, self.accounting.step_time
-        if not step_time.is_trained:
-            return 0.0
-        tokens, seats, length = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
-        work = StepWork(tokens, seats, pairs(max(0, length - tokens), tokens), seats * length)
-        return step_time.most_ns(work)
 
     def _budget_beside(self, decodes: StepWork, slack_ns: float) -> StepBudget:
         """What a step with these decodes has left for prompts.
@@ -217,7 +215,7 @@ class Scheduler:
         """Find blocks for the next tokens of a sequence; False when it is itself preempted, or was before."""
         while sequence.status is Status.RUNNING:
             if self.block_manager.extend(sequence, count, step.plan):
-                _tell(sequence, step.plan)
+                _tell(sequence, step)
                 return True
             step.preempt(self._victim(step.plan))
         return False
@@ -246,15 +244,6 @@ class Scheduler:
                 item.samples += len(proposed)
                 spare -= len(proposed)
 
-    def _keep_decoded(self, plan: StepPlan) -> None:
-        """Have the states kept of sequences that sample, now and then."""
-        for item in plan.scheduled:
-            tokens = item.start + len(item.token_ids)
-            if item.samples and not (item.keeps and item.keeps[-1].tokens == tokens):
-                slot = self.block_manager.roll(self.sequences.by_id[item.seq_id], tokens)
-                if slot is not None:
-                    item.keeps = (*item.keeps, Checkpoint(tokens, slot))
-
     # --- prompts ------------------------------------------------------------------------------------
 
     def _schedule_prefills(self, step: Step, budget: StepBudget, may_admit: bool) -> None:
@@ -276,7 +265,8 @@ class Scheduler:
         start, wanted = sequence.num_computed, sequence.num_to_compute
         most = min(wanted, self.policy.most_tokens(sequence, budget))
         decodes = sequence.is_decoding  # it goes on, and all before its newest token was in the cache
-        count = budget.fit(start, most, sequence.logit_rows(start, most) > 0, decodes)
+        asks = sequence.params.prompt_logprobs is not None and sequence.logit_rows(start, most) > 0
+        count = budget.fit(start, most, asks, decodes)
         if count < wanted and not self.config.enable_chunked_prefill:
             return
         if count < most:  # tokens of those behind it may take less time, but they are not before it
@@ -287,9 +277,10 @@ class Scheduler:
             self.blocks.groups and self._has_room(sequence, step, count)
         ):
             return
-        _tell(sequence, step.plan)
-        chunk, rows = sequence.tokens[start : start + count], sequence.logit_rows(start, count)
-        keeps = self.block_manager.keep_states(sequence, count) if sequence.keeps_at else ()
+        _tell(sequence, step)
+        chunk, states = sequence.tokens[start : start + count], self.block_manager.states
+        rows = 0 if sequence.params.prompt_logprobs is None else sequence.logit_rows(start, count)
+        keeps = () if states is None else states.keep(sequence, count)
         samples = int(count == wanted)
         if sequence.pooling is not None:
             samples, step.plan.pools = 0, True
@@ -369,7 +360,7 @@ class Scheduler:
             self.policy.heed(self.decisions[-1].planned_ns, times)
         changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
-        sampled_ns, checkpoints, finish = times.sampled_ns, self.blocks.checkpoints, self.sequences.finish
+        sampled_ns, states, finish = times.sampled_ns, self.block_manager.states, self.sequences.finish
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
             sequence.steps += 1
             reason, samples = None, item.samples
@@ -392,7 +383,7 @@ class Scheduler:
                 for token in drawn:
                     all_tokens.append(token)
                     if token in sequence.stop_ids or len(all_tokens) >= sequence.max_len:
-                        reason = finish_reason(sequence, token)
+                        reason = sequence.reason_to_end()
                         if reason is not None:
                             drawn = all_tokens[known:]
                             break
@@ -407,14 +398,14 @@ class Scheduler:
                     sequence.accepted_drafts += accepted_drafts(item, drawn)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
-            if checkpoints is not None:
-                self.block_manager.settle(sequence, item)
+            if states is not None:
+                states.settle(sequence, item)
             if reason is not None:
                 finish(sequence, reason, sampled_ns)
             elif sequence.clock_marks is None and samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
-        if checkpoints is not None:
-            checkpoints.end_step()
+        if self.blocks.checkpoints is not None:
+            self.blocks.checkpoints.end_step()
         self.sequences.waiting.end_step(changed)
         return changed
 
@@ -471,8 +462,9 @@ class Scheduler:
             self.host.check(sequence.swapped for sequence in self.waiting)
 
 
-def _tell(sequence: Sequence, plan: StepPlan) -> None:
+def _tell(sequence: Sequence, step: Step) -> None:
     """Have the plan say all about a sequence that the executor has not heard of since it was last admitted."""
     if not sequence.in_executor:
-        plan.new.append(state_of(sequence))
+        step.plan.new.append(state_of(sequence))
+        step.decision.admitted.append(sequence.request_id)
         sequence.in_executor = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Protocol
 
 from headway.policy.cache.block_manager import BlockManager
@@ -45,7 +45,7 @@ class Sequences(Mapping[int, Sequence]):
     Attributes:
         waiting: sequences that wait; a `FairSequences` where tenants have weights.
         running: sequences that have blocks.
-        unserved: sequences that have never run.
+        unserved: sequences that have never run and may not wait for ever.
         num_preemptions: how many preemptions there were since the start.
     """
 
@@ -66,7 +66,7 @@ class Sequences(Mapping[int, Sequence]):
         self._config = config
         self._accounting = accounting
         self._watermark = config.kept_free(blocks.num_blocks)
-        self.unserved = Unserved(config.max_queue_time)
+        self.unserved = Unserved()
         self._next_seq_id = 0
         self.waiting = self._queue()
 
@@ -102,9 +102,14 @@ class Sequences(Mapping[int, Sequence]):
         """The head of the queue: `most` of it, or as many as could be admitted or examined in one step."""
         if most is None:
             most = max(1, self._config.max_num_seqs - len(self.running)) + self._config.lookahead + 1
-        head = list(islice((s for s in self.waiting if not _waits_for_parent(s)), most))
+        head: list[Sequence] = []
+        for sequence in self.waiting:
+            if sequence.parent is None or not _waits_for_parent(sequence.parent, sequence):
+                head.append(sequence)
+                if len(head) == most:
+                    break
         if past := self._policy.past(head, self.waiting):
-            head += [sequence for sequence in past if not _waits_for_parent(sequence)]
+            head += [each for each in past if each.parent is None or not _waits_for_parent(each.parent, each)]
         return head
 
     @property
@@ -122,8 +127,9 @@ class Sequences(Mapping[int, Sequence]):
         self._policy.arrives(sequence, now)
         self._accounting.begin_waiting(sequence, now)
         self.waiting.add(sequence)
-        if sequence.output_len == 0:
-            self.unserved.add(sequence)
+        most_s = min(self._config.max_queue_time, sequence.service.queue_timeout_s)
+        if most_s < math.inf and sequence.output_len == 0:
+            self.unserved.add(sequence, most_s)
 
     def start(self, sequence: Sequence, now: int) -> None:
         """Let a waiting sequence run, which has got its blocks."""
@@ -131,7 +137,8 @@ class Sequences(Mapping[int, Sequence]):
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         sequence.times_bypassed = 0
-        self.unserved.discard(sequence)
+        if self.unserved:
+            self.unserved.discard(sequence)
         self.running.add(sequence)
         self._policy.starts(sequence)
         self.waiting.admitted(sequence, self.running)
@@ -157,7 +164,8 @@ class Sequences(Mapping[int, Sequence]):
         self._policy.leaves(sequence, reason)
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         del self.by_id[sequence.seq_id]
-        self.unserved.discard(sequence)
+        if self.unserved:
+            self.unserved.discard(sequence)
         if sequence.pins_prompt:
             self._pin_prompt(sequence)
         self.block_manager.release(sequence)
@@ -180,12 +188,9 @@ class Sequences(Mapping[int, Sequence]):
         queue.add(sequence)
 
 
-def _waits_for_parent(sequence: Sequence) -> bool:
-    """A further choice of a request waits until the first one has computed the prompt they share."""
-    parent = sequence.parent
-    if parent is None or parent.status is Status.FINISHED:
-        return False
-    return parent.num_computed < sequence.prompt_len - 1
+def _waits_for_parent(parent: Sequence, sequence: Sequence) -> bool:
+    """A further choice of a request waits until the first one, its parent, has computed the prompt they share."""
+    return parent.status is not Status.FINISHED and parent.num_computed < sequence.prompt_len - 1
 
 
 @dataclass(slots=True)

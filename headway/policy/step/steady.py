@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+from headway.policy.cache.states import KeptStates
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.step_time import StepWork
-from headway.policy.step.stopping import finish_reason
 
 _NEVER = 2**40  # more tokens than any block ends at
 
@@ -92,8 +92,8 @@ class SteadyDecodes:
             return None
         if growing is not None:
             self._grow(sorted(growing))
-        if scheduler.blocks.checkpoints is not None:
-            self._roll()
+        if (states := scheduler.block_manager.states) is not None:
+            self._roll(states)
         scheduler.policy.steady_step()
         scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
         self._planned_ns = now
@@ -115,14 +115,13 @@ class SteadyDecodes:
                 self._growing[self.num_steps + sequence.room - sequence.num_computed].append(at)
         del self._growing[self.num_steps]
 
-    def _roll(self) -> None:
+    def _roll(self, states: KeptStates) -> None:
         """Find slots for the states of sequences that fill a block in this step, where they are to be kept."""
-        manager = self._scheduler.block_manager
         for at in sorted(self._due.get(self.num_steps + 1, ())):
             sequence = self._sequences[at]
             assert sequence is not None
             computed = sequence.num_computed + self.num_steps - self._known[at]
-            if (slot := manager.roll(sequence, computed + 1)) is not None:
+            if (slot := states.roll(sequence, computed + 1)) is not None:
                 self._rolled[at] = slot
 
     def complete(self, times: StepTimes) -> list[Sequence]:
@@ -148,9 +147,10 @@ class SteadyDecodes:
             self._catch_up(at, sequence)
             if (sequence.num_registered + 1) * self._block_size <= sequence.num_computed:
                 scheduler.block_manager.register_full(sequence)
-            if (slot := self._rolled.pop(at, None)) is not None:
-                scheduler.block_manager.rolled(sequence, slot)
-            reason = finish_reason(sequence, sequence.tokens[-1])
+            states, slot = scheduler.block_manager.states, self._rolled.pop(at, None)
+            if states is not None and slot is not None:
+                states.rolled(sequence, slot)
+            reason = sequence.reason_to_end()
             if reason is None:
                 self._expect(at, sequence)
                 continue

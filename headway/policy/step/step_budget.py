@@ -90,6 +90,9 @@ class StepBudget:
     def spend(self, start: int, count: int, logit_rows: int = 0, decodes: bool = False) -> None:
         """Put `count` tokens of a prompt in the step, as fit() has allowed. The first sequence waits for the others."""
         self.tokens -= count
+        self.least = 0
+        if math.isinf(self._stall_ns) and (self._shared or math.isinf(self.max_stall_ns)):
+            return
         if decodes:
             work = _decode(start)
             added_ns = self._added_ns(work)
@@ -97,7 +100,6 @@ class StepBudget:
             work = StepWork(count, prefill_pairs=pairs(start, count), logit_rows=logit_rows)
             added_ns = self.step_time.prefill_ns(count, start, logit_rows > 0)
         self._stall_ns = max(0.0, self._stall_ns - added_ns)
-        self.least = 0
         self.share_with(work)
 
     def _added_ns(self, work: StepWork) -> float:

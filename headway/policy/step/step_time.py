@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import sqrt
+from operator import mul
 
 import msgspec
 
@@ -70,6 +71,7 @@ class StepTimeModel:
     """Predicts how long steps take, to divide a step among its sequences and to bound the prompts in it.
 
     Attributes:
+        is_trained: enough steps have been measured to predict one.
         overrun: how much longer than predicted a step may take: 99 of 100 measured ones took at most this multiple.
         error: mean difference between a step's measured time and the predicted one, of late, as a share of the latter.
     """
@@ -77,15 +79,10 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
         self._covariance = _prior()
-        self.steps_seen = 0
+        self.steps_seen, self.is_trained = 0, False
         self.overrun, self.error = 1.0, 0.0
         self._pace, self._ratios = 1.0, deque[float](maxlen=_STEPS_OF_PACE)
         self._steps_with_logits = 0
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether enough steps have been measured to predict one."""
-        return self.steps_seen >= _MIN_STEPS
 
     @property
     def knows_logits(self) -> bool:
@@ -94,33 +91,31 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
-        x = work.features()
-        p = self._covariance
-        size = range(len(x))
-        present = [i for i in size if x[i]]
+        x, p, px = work.features(), self._covariance, list[float]()
         growth = [_GROWTH if value else 1.0 for value in x]
-        for i in size:
-            row = p[i]
-            for j in size if x[i] else present:
-                row[j] *= growth[i] * growth[j]
-        px = [sum([row[j] * x[j] for j in present]) for row in p]
-        scale = 1.0 + sum([x[i] * px[i] for i in present])
-        predicted = sum([self._milliseconds[i] * x[i] for i in present])
+        for row, own in zip(p, growth, strict=True):
+            for j, other in enumerate(growth):
+                row[j] *= own * other
+            px.append(sum(map(mul, row, x)))
+        scale = 1.0 + sum(map(mul, x, px))
+        predicted = sum(map(mul, self._milliseconds, x))
         error = duration_ns / 1e6 - predicted
         if self.is_trained and predicted > 0.0 and duration_ns > 0:
             ratio = duration_ns / 1e6 / predicted
             self._judge(ratio / self._pace)
             self._ratios.append(ratio)
             self._pace = sorted(self._ratios)[len(self._ratios) // 2]
-        for i in size:
-            self._milliseconds[i] += px[i] / scale * error
-            row, own = p[i], px[i]
-            for j in size:
-                row[j] -= own * px[j] / scale
+        largest = 0.0
+        for i, (row, own) in enumerate(zip(p, px, strict=True)):
+            self._milliseconds[i] += own / scale * error
+            for j, other in enumerate(px):
+                row[j] -= own * other / scale
+            largest = max(largest, row[i])
         # Without excitation in some direction forgetting lets its variance grow without bound.
-        if max([p[i][i] for i in size]) > _MAX_VARIANCE:
+        if largest > _MAX_VARIANCE:
             self._covariance = _prior()
         self.steps_seen += 1
+        self.is_trained = self.steps_seen >= _MIN_STEPS
         self._steps_with_logits += work.logit_rows > 0
 
     def _judge(self, ratio: float) -> None:

@@ -1,4 +1,4 @@
-"""How long sequences wait for their first step."""
+"""How long sequences wait for their first step, where that is limited."""
 
 from __future__ import annotations
 
@@ -10,30 +10,19 @@ from headway.policy.step.request import FinishReason, Sequence, Status
 _NEVER_BEGUN = (FinishReason.TIMEOUT, FinishReason.LATE)
 
 
-class Unserved:
-    """Sequences that have never run, in the order in which they came, for each time that they may wait.
+class Unserved(dict[float, OrderedDict[int, Sequence]]):
+    """Sequences that have never run, in the order in which they came, for each number of seconds that they may wait.
 
     A step looks only at the first of those that may wait equally long.
-
-    Args:
-        max_wait_s: how long any may wait, where its class does not say less; may be infinite.
     """
 
-    def __init__(self, max_wait_s: float) -> None:
-        self._max_wait_s = max_wait_s
-        self._sequences: dict[float, OrderedDict[int, Sequence]] = {}
-
-    def max_wait_s(self, sequence: Sequence) -> float:
-        """How long a sequence may wait."""
-        return min(self._max_wait_s, sequence.service.queue_timeout_s)
-
-    def add(self, sequence: Sequence) -> None:
-        alike = self._sequences.setdefault(self.max_wait_s(sequence), OrderedDict())
-        alike[sequence.seq_id] = sequence
+    def add(self, sequence: Sequence, most_s: float) -> None:
+        """A sequence has come that may wait so many seconds."""
+        self.setdefault(most_s, OrderedDict())[sequence.seq_id] = sequence
 
     def discard(self, sequence: Sequence) -> None:
-        alike = self._sequences.get(self.max_wait_s(sequence))
-        if alike is not None:
+        """A sequence has been started, or has ended; does nothing for one that may wait for ever."""
+        for alike in self.values():
             alike.pop(sequence.seq_id, None)
 
     def expired(self, now: int) -> Iterator[Sequence]:
@@ -41,12 +30,12 @@ class Unserved:
 
         A further choice of a request goes on waiting once the first has been served.
         """
-        for max_wait_s, alike in self._sequences.items():
+        for most_s, alike in self.items():
             while alike:
                 sequence = next(iter(alike.values()))
-                if now - sequence.ledger.began_ns <= max_wait_s * 1e9:
+                if now - sequence.ledger.began_ns <= most_s * 1e9:
                     break
-                self.discard(sequence)
+                del alike[sequence.seq_id]
                 if sequence.parent is None or not _has_run(sequence.parent):
                     yield sequence
 

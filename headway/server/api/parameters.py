@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from headway.policy.admission.intake import fit_to_class, fit_to_context
+from headway.policy.admission.lengths import fit_to_class, fit_to_context
 from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headway.outputs.choices import TokenizedPrompt
 from headway.outputs.pooling import cosine, floats, judged_messages, pairs, relevance
-from headway.policy.admission.intake import check_prompt
+from headway.policy.admission.lengths import check_prompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import InvalidParameter, SamplingParams

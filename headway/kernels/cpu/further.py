@@ -1,0 +1,164 @@
+"""Operations that only some models have: experts, heads with matrices, gates, soft caps and recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.kernels.cpu import experts as cpu_experts
+from headway.kernels.cpu import recurrent as cpu_recurrent
+from headway.kernels.cpu import rows as cpu_rows
+from headway.kernels.cpu.choice import Choice
+from headway.kernels.cpu.experts import HeadPlan, PackedHeads
+from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.memory import LargePages
+from headway.kernels.cpu.simd import KINDS
+from headway.kernels.cpu.team import Team
+from headway.kernels.interface import HeadLinear, LayerState, Mixture, RoutingCounts, StepGeometry, check_heads
+from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
+
+# An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
+SCATTERED = 16
+_MOST_PLANS = 128  # plans of steps with different numbers of tokens
+
+
+class FurtherKernels:
+    """These operations, for the kernels that have all others."""
+
+    def __init__(self, team: Team, choice: Choice, memory: LargePages) -> None:
+        self._team, self._choice, self._memory = team, choice, memory
+        self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
+        self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
+
+    def _packed(
+        self, products: Iterable[Product], gate: Gate | None = None, count: int = 1, wide: bool = False
+    ) -> PackedLinear:
+        return PackedLinear(products, self._team, self._memory, gate, self._choice, count, wide)
+
+    def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
+        """Pack the weights of experts one under the other."""
+        packed = self._packed(gate_up, gate, count), self._packed(down, None, count)
+        return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
+
+    def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
+        """Pack the matrices of heads one under the other."""
+        return PackedHeads(self._packed(((weight, None) for weight in weights), None, count), self._head_plan)
+
+    def _head_plan(self, tokens: int, *sizes: int) -> HeadPlan:
+        """The plan of heads for a step. Plans of short steps are kept, as programs use them; of long ones, the last."""
+        key = tokens if tokens <= _MOST_PLANS else 0, *sizes
+        found = self._head_plans.get(key)
+        if found is None or found.tokens != tokens:
+            found = self._head_plans[key] = HeadPlan(tokens, *sizes)
+        return found
+
+    def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
+        """[T, H, D] and [T, H, E], strided along T and H or not, side by side -> dense [T, H, D + E]."""
+        tokens, heads, width = first.shape
+        other = first[..., :0] if second is None else second
+        out = self._team.empty((tokens, heads, width + other.shape[2]), first.dtype)
+        arguments = (
+            out.data_ptr(), heads, first.element_size(), first.data_ptr(), first.stride(0), first.stride(1), width,
+            other.data_ptr(), other.stride(0), other.stride(1), other.shape[2],
+        )  # fmt: skip
+        self._team.share(cpu_rows.join_job(), cpu_rows.JOIN, tokens * heads, out.numel(), arguments)
+        return out
+
+    def routing_counts(self) -> RoutingCounts:
+        """The counts of all mixtures of these kernels so far."""
+        return RoutingCounts(*self._counts.tolist())
+
+    def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+        """(x + residual) * factor, in the memory of residual."""
+        x, residual = x.contiguous(), residual.contiguous()
+        size, arguments = x.numel(), (x.data_ptr(), residual.data_ptr(), factor)
+        self._team.share(cpu_rows.add_job(KINDS[x.dtype]), cpu_rows.ADD, size, size, arguments)
+        return residual
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in the memory of x."""
+        x = x.contiguous()
+        size, arguments = x.numel(), (x.data_ptr(), cap)
+        self._team.share(cpu_rows.soft_cap_job(KINDS[x.dtype]), cpu_rows.SOFT_CAP, size, size, arguments)
+        return x
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, H, D], in the memory of x."""
+        x = x.contiguous()
+        check_heads("gate", gate)
+        arguments = (x.data_ptr(), gate.data_ptr(), gate.stride(0), x[0].numel())
+        self._team.share(cpu_recurrent.gate_job(KINDS[x.dtype]), cpu_recurrent.GATE, len(x), x.numel(), arguments)
+        return x
+
+    def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
+        """The gate's f(x) * up, both [T, F], in the memory of x."""
+        x = x.contiguous()
+        arguments = (x.data_ptr(), up.data_ptr(), up.stride(0), x.shape[1], gate.slope, gate.cubic)
+        self._team.share(cpu_recurrent.gated_job(KINDS[x.dtype]), cpu_recurrent.GATED, len(x), x.numel(), arguments)
+        return x
+
+    def convolve(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor] | None,
+        taps: Tensor,
+        bias: Tensor | None,
+        state: LayerState,
+        step: StepGeometry,
+    ) -> Tensor:
+        """See Kernels; a thread takes some channels of a sequence."""
+        width, channels = taps.shape
+        out = self._team.empty(tuple(x.shape), x.dtype)
+        before = behind = gate_stride = 0
+        if gates is not None:
+            before, behind, gate_stride = gates[0].data_ptr(), gates[1].data_ptr(), gates[0].stride(0)
+        arguments = (
+            _spans(step).data_ptr(), x.data_ptr(), x.stride(0), before, behind, gate_stride, taps.data_ptr(), width,
+            channels, 0 if bias is None else bias.data_ptr(), state.inputs.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._team.run(cpu_recurrent.convolve_job(KINDS[x.dtype]), cpu_recurrent.CONVOLVE, arguments)
+        return out
+
+    def delta_rule(
+        self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
+    ) -> Tensor:
+        """See Kernels; a thread takes a head of a sequence."""
+        matrices = state.matrices
+        if matrices is None:
+            raise ValueError("a layer whose state has no matrices has no delta rule")
+        heads, key_dim, value_dim = matrices.shape[1:]
+        out = self._team.empty((len(mixed), heads * value_dim), mixed.dtype)
+        arguments = (
+            _spans(step).data_ptr(), heads, rule.key_heads, key_dim, value_dim, mixed.data_ptr(), gate.data_ptr(),
+            gate.stride(0), numbers.data_ptr(), rule.rate.data_ptr(), rule.offset.data_ptr(), rule.norm.data_ptr(),
+            matrices.data_ptr(), out.data_ptr(), rule.eps, rule.by_turns,
+        )  # fmt: skip
+        self._team.run(cpu_recurrent.delta_rule_job(KINDS[mixed.dtype]), cpu_recurrent.DELTA_RULE, arguments)
+        return out
+
+    def route(
+        self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
+    ) -> tuple[Tensor, Tensor]:
+        """See Kernels."""
+        logits = logits.contiguous()
+        rows, columns = logits.shape
+        width = per_token + shared
+        chosen, weights = self._team.empty((rows, width), torch.int64), self._team.empty((rows, width), torch.float32)
+        arguments = (
+            logits.data_ptr(), logits.element_size(), columns - (shared and scores.gated), per_token, int(normalized),
+            int(shared), chosen.data_ptr(), weights.data_ptr(), int(scores.gated),
+            int(scores.sigmoid), 0 if scores.bias is None else scores.bias.data_ptr(), scores.groups,
+            scores.best_groups, scores.factor,
+        )  # fmt: skip
+        code = cpu_experts.route_job(KINDS[logits.dtype])
+        self._team.share(code, cpu_experts.ROUTE, rows, SCATTERED * logits.numel(), arguments)
+        return chosen, weights
+
+
+def _spans(step: StepGeometry) -> Tensor:
+    if step.spans is None:
+        raise ValueError("a step of a model with recurrent layers has no spans")
+    return step.spans
