@@ -1,9 +1,9 @@
 """Chooses the next token of every sequence of a batch, on the model's device: by a kernel, or as tensor work.
 
 In order, as vLLM does: logit_bias, min_tokens (no stop token while the output is shorter), repetition,
-presence and frequency penalties, the mask of a grammar, temperature, min_p, top_k, top_p, and one draw. A temperature
-below GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest tokens in the
-same order, so top_k = 1 is greedy too.
+presence and frequency penalties, the mask of allowed tokens or of a grammar, temperature, min_p, top_k, top_p, and one
+draw. A temperature below GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest
+tokens in the same order, so top_k = 1 is greedy too.
 
 A draw is a function of the row's own logits, the sequence's seed and the token's position. So the same seed
 gives the same tokens in whatever batch, order or chunking, and after a preemption.
@@ -66,6 +66,7 @@ class Sampler:
         self._draw = draw
         self._penalties = PenaltyTable(device)
         self._edits: dict[SequenceState, TokenEdits] = {}
+        self._masks: dict[SequenceState, Mask] = {}
         self._batch: SamplingBatch | None = None
         self._known: set[SequenceState] = set()
         self._memory = torch.empty(0, 0, device=device)
@@ -100,12 +101,16 @@ class Sampler:
                     sequences,
                     positions or _ends(sequences),
                     self._edits,
+                    self._masks,
                     self.vocab_size,
                     self.device,
                     self._draw is not None,
                 )
             self._known.update(sequences)
         batch = self._batch
+        if batch.allowed is not None:  # a sequence has these or a grammar
+            given = masks or [None] * len(sequences)
+            masks = [own if mask is None else mask for mask, own in zip(given, batch.allowed, strict=True)]
         if self._draw is not None and batch.table is not None:
             if masks is not None:
                 batch.table["mask"] = [0 if mask is None else mask.ctypes.data for mask in masks]
@@ -152,6 +157,7 @@ class Sampler:
         if sequence.params.penalises:
             self._penalties.forget(sequence)
         self._edits.pop(sequence, None)
+        self._masks.pop(sequence, None)
         self._known.discard(sequence)
         self._batch = None
         if not self._known and self._memory.nbytes > _KEPT_BYTES:
@@ -166,6 +172,7 @@ class Sampler:
         """Forget every sequence. What is kept of each is made again from its tokens."""
         self._penalties = PenaltyTable(self.device)
         self._edits.clear()
+        self._masks.clear()
         self._known.clear()
         self._batch = None
 

@@ -64,6 +64,7 @@ class SamplingBatch:
         table: rows of DRAW, without positions and seen tokens; None where no kernel draws.
         streams: starts of the random streams, row by row. They, groups and edits are for draws without a kernel.
         penalised: rows with penalties.
+        allowed: for each row the tokens that may come at all, or None; None where no row has such.
         wants_logprobs, logprob_rows: rows that want log-probabilities.
         top_logprobs: most alternatives that any row wants.
     """
@@ -74,6 +75,7 @@ class SamplingBatch:
     groups: list[Group]
     edits: Edits | None
     penalised: list[int]
+    allowed: list[Mask | None] | None
     wants_logprobs: list[int]
     logprob_rows: draws.Index
     top_logprobs: int
@@ -92,21 +94,22 @@ def describe(
     sequences: list[SequenceState],
     positions: list[int],
     known_edits: dict[SequenceState, TokenEdits],
+    known_masks: dict[SequenceState, Mask],
     vocab_size: int,
     device: torch.device,
     by_kernel: bool,
 ) -> SamplingBatch:
     """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-    known_edits: edits that were read of sequences before, as their lists can be long. New ones are added to it; a
-    kernel reads them there.
+    known_edits, known_masks: edits and allowed tokens that were read of sequences before, as their lists can be long.
+    New ones are added to them; a kernel reads them there.
     """
     edits: dict[int, TokenEdits] = {}
     for row, sequence in enumerate(sequences):
         params = sequence.params
-        # A structured output is held open by its mask, as its end may be all that is left.
-        held_open = params.min_tokens > 0 and params.structured_outputs is None
-        if params.logit_bias or (held_open and positions[row] < _allowed_from(sequence)):
+        if params.allowed_token_ids is not None and sequence not in known_masks:
+            known_masks[sequence] = _only(params.allowed_token_ids, vocab_size)
+        if params.logit_bias or (_is_held_open(sequence) and positions[row] < _allowed_from(sequence)):
             if sequence not in known_edits:
                 known_edits[sequence] = _token_edits(sequence, vocab_size)
             edits[row] = known_edits[sequence]
@@ -119,6 +122,7 @@ def describe(
         groups=[] if by_kernel else _groups(sequences, vocab_size, device),
         edits=None if by_kernel else _edits(edits, device),
         penalised=[row for row, sequence in enumerate(sequences) if sequence.params.penalises],
+        allowed=[known_masks.get(sequence) for sequence in sequences] if known_masks else None,
         wants_logprobs=wants_logprobs,
         logprob_rows=_index(wants_logprobs, device),
         top_logprobs=min(vocab_size, max((sequences[row].params.logprobs or 0 for row in wants_logprobs), default=0)),
@@ -249,10 +253,29 @@ def _allowed_from(sequence: SequenceState) -> int:
     return sequence.prompt_len + sequence.params.min_tokens
 
 
+def _is_held_open(sequence: SequenceState) -> bool:
+    """Whether min_tokens is kept by edits.
+
+    A structured output is held open by its mask, as its end may be all that is left. Where only end tokens are allowed,
+    they come, and do not end it.
+    """
+    params, allowed = sequence.params, sequence.params.allowed_token_ids
+    if not params.min_tokens or params.structured_outputs is not None:
+        return False
+    return allowed is None or not sequence.stop_ids.issuperset(allowed)
+
+
+def _only(token_ids: list[int], vocab_size: int) -> Mask:
+    """The mask that allows these tokens."""
+    bits = np.zeros(padded_size(vocab_size), bool)
+    bits[token_ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def _token_edits(sequence: SequenceState, vocab_size: int) -> TokenEdits:
     params = sequence.params
     bias = params.logit_bias
-    stops = sequence.stop_ids if params.min_tokens and params.structured_outputs is None else frozenset()
+    stops = sequence.stop_ids if _is_held_open(sequence) else frozenset()
     tokens = [*bias, *(token for token in stops if token < vocab_size and token not in bias)]
     from_where = [_allowed_from(sequence) if token in stops else 0 for token in tokens]
     return np.array([tokens, [bias.get(token, 0.0) for token in tokens], from_where], np.float64)

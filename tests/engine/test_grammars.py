@@ -191,6 +191,19 @@ def test_what_cannot_be_had_is_refused_in_one_line(llm: LLM, asked: dict[str, An
     assert ask(llm, [wanted(2)])[0].outputs[0].finish_reason == "stop"
 
 
+def test_only_allowed_tokens_come_beside_grammars(llm: LLM) -> None:
+    """The same alone and among others; the end token comes only where it is allowed."""
+    allowed = [40, 41, 99, 255]
+    only = SamplingParams(max_tokens=12, seed=3, allowed_token_ids=allowed)
+    ending = SamplingParams(max_tokens=200, seed=3, allowed_token_ids=[*allowed, EOS])
+    batch = [only, wanted(1), ending, SamplingParams(max_tokens=8, seed=1)]
+    outputs = [output.outputs[0] for output in ask(llm, batch)]
+    assert set(outputs[0].token_ids) <= set(allowed) and outputs[0].finish_reason == "length"
+    assert set(outputs[2].token_ids) <= {*allowed, EOS} and outputs[2].finish_reason == "stop"
+    assert satisfies(outputs[1].text, ASKED[1])
+    assert [ask(llm, [each])[0].outputs[0].token_ids for each in batch] == [each.token_ids for each in outputs]
+
+
 # --- the same answer, however it comes about --------------------------------------------------------
 
 
