@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -180,7 +181,8 @@ class Runner:
         if self.grammars is None:
             from headway.engine.grammars import Grammars
 
-            self.grammars = Grammars(self._folder or Path(), self.vocab_size)
+            is_crowded = self.device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1)
+            self.grammars = Grammars(self._folder or Path(), self.vocab_size, is_crowded)
         return self.grammars
 
     def forget(self, seq_id: int) -> None:
