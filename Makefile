@@ -104,5 +104,5 @@ bench-%: $(VENV)/.installed-serve
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-agents $(VENV)-openai2 .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
