@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -178,7 +179,12 @@ def test_thoughts_before_text_are_free() -> None:
 
 
 def test_every_family_has_a_grammar() -> None:
+    """Also of schemas as the server gives them, which say how the library is to write them."""
     assert FRAMES.keys() == CALLS.keys()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "x-guidance": {"lenient": True}}
+    for parser, choice in itertools.product(CALLS, ("required", "auto")):
+        function = {"name": "f", "parameters": schema}
+        Vocabulary().matcher(grammar_for(family_of("", parser), [{"type": "function", "function": function}], choice))
     assert {WRITTEN[way][0].replace("deepseek_v31", "deepseek_v3") for way in WAYS} == CALLS.keys()
 
 
