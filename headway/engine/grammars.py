@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from headway.engine.host import usable_threads
 from headway.engine.sampling_batch import Mask
 from headway.grammars.compile import GrammarError, matcher, said
 from headway.grammars.vocabulary import load_vocabulary
@@ -112,7 +113,7 @@ class Grammars:
         self._is_crowded = is_crowded
         self._jobs: list[Future[None]] = []  # of this step
         self._put_off: list[_Task] = []  # masks of this step that are to be found at its end
-        self._executor = LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+        self._executor = LLExecutor(min(MOST_THREADS, usable_threads()))
         self._stepping = ThreadPoolExecutor(THREADS, "grammar-masks")
         self._compiling = ThreadPoolExecutor(COMPILERS, "grammar-compilers", _give_way)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.graphs import DecodeBuffers, graph_sizes
+from headway.engine.host import usable_threads
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
@@ -181,7 +181,7 @@ class Runner:
         if self.grammars is None:
             from headway.engine.grammars import Grammars
 
-            is_crowded = self.device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1)
+            is_crowded = self.device.type == "cpu" and torch.get_num_threads() >= usable_threads()
             self.grammars = Grammars(self._folder or Path(), self.vocab_size, is_crowded)
         return self.grammars
 
