@@ -3,6 +3,7 @@
 #   make install                           into .venv; then: source .venv/bin/activate
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
 #   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
+#   make test-agents                       agents and clients of others, in environments of their own, against the server
 #   make step-trace                        the files and functions that a request enters, with their lines
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend
 #   make gpu   [PYTHON=python3]            what a GPU shows, and what fails there; with PYTHON, by that Python's packages
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow lint format constraints gpu step-trace clean
+.PHONY: help install serve test test-slow test-agents lint format constraints gpu step-trace clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +64,15 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -m "slow or hypothesis" -n 0 --timeout 600 $(ARGS)
 
+$(VENV)-%/.installed: tests/live/%.txt | $(BIN)/python
+	@echo "Installing the clients of $< into $(@D) ..."
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed $(VENV)-openai2/.installed
+	HEADWAY_AGENTS=$(VENV)-agents:$(VENV)-openai2 $(BIN)/python -m pytest -m slow -n 0 tests/live/test_agents.py $(ARGS)
+
 lint: $(VENV)/.installed-dev
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \
 		echo "$$check"; $(BIN)/$$check || failed=1; done; exit $$failed
@@ -94,5 +104,5 @@ bench-%: $(VENV)/.installed-serve
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-agents $(VENV)-openai2 .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -138,7 +138,14 @@ def cache_bytes(shape: str, points: list[Point], rounds: int) -> int:
 
 
 def worker_command(
-    entry: Entry, shape: str, precision: str, points: list[Point], rounds: int, threads: int, folder: Path
+    entry: Entry,
+    shape: str,
+    precision: str,
+    points: list[Point],
+    rounds: int,
+    threads: int,
+    folder: Path,
+    structured: bool = False,
 ) -> list[str]:
     """The entry's process, with room for all the points. Makes the entry's model files, which may take minutes."""
     settings = Settings(
@@ -150,6 +157,7 @@ def worker_command(
         kv_bytes=cache_bytes(shape, points, rounds),
         quantization=entry.quantization,
         kv_bits=entry.kv_bits,
+        structured=structured,
     )
     content = asdict(settings) | {"vocabulary": SHAPES[shape]["vocab_size"]}
     return [entry.python, "-m", "benchmarks.engines.worker", entry.engine, json.dumps(content)]

@@ -1,25 +1,44 @@
 """What a grammar costs: decoding that is held to one beside free decoding, and a free stream beside constrained ones.
 
     python -m benchmarks.structured [--model FOLDER] [--rounds N] [--grammar json|regex]
+    python -m benchmarks.structured --peer vllm=PYTHON --peer llama.cpp=PYTHON
 
-All in one process, on the bundled model unless another is named. A round measures each kind of batch, one right after
-the other, and ratios are of neighbours: a shared machine drifts by more than the kinds differ. Each number is the
-median of its rounds. Printed are milliseconds of decoding for each token of a sequence, at batch 1 and 16, and of a
-step; the share of constrained draws that had to be repeated, because their mask was late; and the time between two
+The first: all in one process, on the bundled model unless another is named. A round measures each kind of batch, one
+right after the other, and ratios are of neighbours: a shared machine drifts by more than the kinds differ. Each number
+is the median of its rounds. Printed are milliseconds of decoding for each token of a sequence, at batch 1 and 16, and
+of a step; the share of constrained draws that had to be repeated, because their mask was late; and the time between two
 tokens of one free stream beside 15 others, free or constrained.
+
+The second: Headway, vLLM and llama.cpp with their own grammars, on one checkpoint of random weights (--shape), each in
+a process of its own, which is stopped while another is measured; see benchmarks/README.md on `offline`. A round
+measures each schema and batch on one engine after the other, free and then held to the schema, all greedy.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoint import SHAPES
+from benchmarks.machine import RESULTS, keep
+from benchmarks.offline import peer
+from benchmarks.points import decode
+from benchmarks.processes import Child, Died, running
+from benchmarks.rounds import Rounds, number, spread
+from benchmarks.sitting import entries, worker_command
+from benchmarks.steal import undisturbed
+from benchmarks.weights import CHECKPOINTS
 from headway import LLM, SamplingParams
 from headway.engine.messages import AddRequest
 from headway.grammars.compile import translated
@@ -37,6 +56,12 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"regex": "([a-z]{1,8} ){1000}"},
 }
 BATCHES = (1, 16)
+# Answers that all engines can be held to: short fields, whose names are certain, and long texts, in which nothing is.
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "records": {"type": "array", "items": RECORD, "minItems": 100},
+    "texts": {"type": "array", "items": {"type": "string", "minLength": 60, "maxLength": 90}, "minItems": 100},
+}
+_PROMPT = 128  # tokens
 
 
 class Bench:
@@ -82,6 +107,65 @@ class Bench:
         return steps[1:], between[2:], late / max(1, draws)
 
 
+# --- beside peers ---------------------------------------------------------------------------------------
+
+
+def beside(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of each engine, free and held, by schema and batch and round; and what they say of themselves."""
+    points = [decode(size, _PROMPT, options.tokens) for size in options.batches]
+    rounds, about, died = Rounds(), dict[str, Any](), dict[str, str]()
+    with ExitStack() as stack:
+        children: list[Child] = []
+        for entry in entries("bf16", options.peers, True, False):
+            command = worker_command(
+                entry, options.shape, "bf16", points, options.rounds, options.threads, CHECKPOINTS, structured=True
+            )
+            children.append(stack.enter_context(running(entry.label, command)))
+        about |= {child.name: child.about for child in children}
+        for at in range(options.rounds + 1):
+            for (schema, content), point in itertools.product(SCHEMAS.items(), points):
+                for child in list(children):
+                    asked = {"do": "run", "batch": point.batch, "prompt": point.prompt, "new": point.new, "seed": at}
+                    try:
+                        free = _rate(child, asked)
+                        held = _rate(child, {**asked, "schema": json.dumps(content)})
+                    except Died as end:
+                        print(f"{end}\ngoing on without {child.name}", file=sys.stderr)
+                        died[child.name] = end.line
+                        children.remove(child)
+                        continue
+                    print(f"round {at}: {schema}, {point.label}: {child.name} {free:.1f}, {held:.1f}", file=sys.stderr)
+                    if at:  # the first one only warms up
+                        rounds.add(
+                            f"{schema}, {point.label}", child.name, {"free": free, "held": held, "cost": free / held}
+                        )
+            children[:] = [*children[1:], *children[:1]]
+    return {"rates": rounds.values, "about": about, "died": died}
+
+
+def _rate(child: Child, asked: dict[str, Any]) -> float:
+    reply, _ = undisturbed(lambda: child.ask(asked))
+    return float(reply["decode"])
+
+
+def peers_table(content: dict[str, Any]) -> str:
+    """A row for each schema, batch and engine."""
+    lines = [
+        "| | engine | free, tokens/s | held, tokens/s | time of a token, held / free | Headway's rate / its, held |",
+        "|---|---|---|---|---|---|",
+    ]
+    rounds = Rounds(content["rates"])
+    for load, things in rounds.values.items():
+        for thing, measures in things.items():
+            cost = measures["cost"]
+            of_cost = spread(median(cost), min(cost), max(cost))
+            rates = f"{number(median(measures['free']))} | {number(median(measures['held']))}"
+            ratio = rounds.compared(load, thing, "held", "headway") if "headway" in things else None
+            compared = "-" if ratio is None else spread(ratio.ratio, ratio.ratio_low, ratio.ratio_high)
+            lines.append(f"| {load} | {thing} | {rates} | {of_cost} | {'' if thing == 'headway' else compared} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -93,10 +177,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON", dest="peers")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="of the checkpoint beside peers")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="beside peers")
+    parser.add_argument("--output", type=Path, default=RESULTS / "structured.json", help="of what is beside peers")
     parser.add_argument("--grammar", choices=GRAMMARS, default="json")
     options = parser.parse_args()
-    if options.rounds < 1 or options.tokens < 8:
-        parser.exit(2, "--rounds must be at least 1, and --tokens at least 8\n")
+    if options.rounds < 1 or options.tokens < 8 or min(options.batches) < 1:
+        parser.exit(2, "--rounds and --batches must be at least 1, and --tokens at least 8\n")
+    if options.peers:
+        options.threads = options.threads or os.cpu_count()
+        keep(options, beside, peers_table)
+        return
     llm = LLM(options.model, num_threads=options.threads, enable_prefix_caching=False)
     bench, grammar = Bench(llm, options.tokens), translated(StructuredOutputs.of(GRAMMARS[options.grammar]))[0]
     bench.times([grammar, None])  # the grammar is compiled, and what it explores first is known

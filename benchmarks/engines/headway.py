@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.interface import STEP_TOKENS, Settings
@@ -20,7 +22,12 @@ class Headway:
         from headway.engine.messages import AddRequest
 
         self.version = headway.__version__
+        from headway.grammars.compile import translated
+        from headway.policy.step.structured_outputs import StructuredOutputs
+
         self._params = headway.SamplingParams
+        self._grammar = lambda schema: translated(StructuredOutputs("json", schema))[0]
+        self._ends = _end_token_ids(settings) if settings.structured else []
         self._request = AddRequest
         extra: dict[str, Any] = {} if settings.quantization == "none" else {"quantization": settings.quantization}
         self._core = headway.LLM(
@@ -40,12 +47,13 @@ class Headway:
             if thread.name == "headway-weights":
                 thread.join()
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
         """See Engine."""
-        params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        held = self._grammar(schema) if schema else None
+        params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, structured_outputs=held)
         self._counts = {str(number): 0 for number in range(len(prompts))}
         for name, prompt in zip(self._counts, prompts, strict=True):
-            self._core.add(self._request(name, prompt, params, eos_token_ids=[], sent_ns=time.monotonic_ns()))
+            self._core.add(self._request(name, prompt, params, eos_token_ids=self._ends, sent_ns=time.monotonic_ns()))
 
     def step(self) -> list[int]:
         """See Engine. Raises RuntimeError when a request fails."""
@@ -54,3 +62,9 @@ class Headway:
                 raise RuntimeError(output.error)
             self._counts[output.request_id] += len(output.token_ids)
         return list(self._counts.values())
+
+
+def _end_token_ids(settings: Settings) -> list[int]:
+    """The ids of the end tokens; a grammar needs one to end."""
+    found = json.loads((Path(settings.model) / "generation_config.json").read_text())["eos_token_id"]
+    return [found] if isinstance(found, int) else list(found)

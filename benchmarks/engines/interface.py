@@ -25,6 +25,7 @@ class Settings:
         kv_bytes: of the KV cache at 16 bits a number; enough for all sequences.
         quantization: what the engine is to do with the weights as it reads them; "none" leaves them as they are.
         kv_bits: of a number in the KV cache, 16 or 8; 8 is not asked of engines that have none.
+        structured: prompts may have a schema.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Settings:
     kv_bytes: int
     quantization: str = "none"
     kv_bits: int = 16
+    structured: bool = False
 
 
 class Engine(Protocol):
@@ -42,8 +44,8 @@ class Engine(Protocol):
 
     version: str
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
-        """Hand over prompts (token ids), each to get so many new tokens."""
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
+        """Hand over prompts (token ids), each to get so many new tokens, held to a JSON schema if there is one."""
         ...
 
     def step(self) -> list[int]:

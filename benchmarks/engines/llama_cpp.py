@@ -6,6 +6,7 @@ step. The next token is the largest logit, found here by numpy; llama.cpp's own 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
@@ -58,10 +59,16 @@ class LlamaCpp:
         self._last: list[int] = []
         self._lengths: list[int] = []
         self._counts: list[int] = []
+        self._grammars: list[Any] = []  # of each prompt; empty without a schema
+        self._candidates = numpy.zeros(vocabulary, [("id", "i4"), ("logit", "f4"), ("p", "f4")])
+        self._candidates["id"] = numpy.arange(vocabulary)
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
         """See Engine. How many tokens each is to get is the caller's to know: a sequence here has no end."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        for grammar in self._grammars:
+            self._lib.llama_sampler_free(grammar)
+        self._grammars = [self._grammar(schema) for _ in prompts] if schema else []
         self._counts, self._last = [0] * len(prompts), [0] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
         self._waiting = [
@@ -84,7 +91,9 @@ class LlamaCpp:
         self._decode(rows)
         for place, (_, _, number, wanted) in enumerate(rows):
             if wanted:
-                self._last[number] = self._largest(place)
+                self._last[number] = (
+                    self._allowed(place, self._grammars[number]) if self._grammars else self._largest(place)
+                )
                 self._counts[number] += 1
         return list(self._counts)
 
@@ -98,6 +107,32 @@ class LlamaCpp:
             batch.seq_id[place][0] = number
         if code := self._lib.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {code} on {len(rows)} tokens; see above")
+
+    def _grammar(self, schema: str) -> Any:
+        from llama_cpp.llama_grammar import json_schema_to_gbnf  # type: ignore[import-not-found]
+
+        vocabulary = self._lib.llama_model_get_vocab(self._model)
+        made = self._lib.llama_sampler_init_grammar(vocabulary, json_schema_to_gbnf(schema).encode(), b"root")
+        if not made:
+            raise RuntimeError("llama.cpp cannot make a grammar; see above")
+        return made
+
+    def _allowed(self, place: int, grammar: Any) -> int:
+        """The largest logit that a grammar allows. As llama.cpp's server does, the largest is tried before all are."""
+        logits = self._lib.llama_get_logits_ith(self._context, place)
+        self._candidates["logit"] = self._numpy.ctypeslib.as_array(logits, self._logits_shape)
+        token = int(self._candidates["logit"].argmax())
+        if self._apply(grammar, self._candidates[token : token + 1].copy())["logit"][0] == -self._numpy.inf:
+            token = int(self._apply(grammar, self._candidates)["logit"].argmax())
+        self._lib.llama_sampler_accept(grammar, token)
+        return token
+
+    def _apply(self, grammar: Any, candidates: Any) -> Any:
+        """The candidates, with -inf for those that the grammar does not allow."""
+        data = candidates.ctypes.data_as(ctypes.POINTER(self._lib.llama_token_data))
+        array = self._lib.llama_token_data_array(data, len(candidates), -1, False)
+        self._lib.llama_sampler_apply(grammar, ctypes.byref(array))
+        return candidates
 
     def _largest(self, place: int) -> int:
         logits = self._lib.llama_get_logits_ith(self._context, place)

@@ -50,8 +50,10 @@ class OpenVino:
         self._handles: list[Any] = []
         self._counts: list[int] = []
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
-        """See Engine."""
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
+        """See Engine. Raises NotImplementedError for a schema."""
+        if schema:
+            raise NotImplementedError("structured output of OpenVINO is not measured here")
         config = self._genai.GenerationConfig()
         config.max_new_tokens = new_tokens
         config.ignore_eos = True

@@ -26,7 +26,7 @@ class Vllm:
         self._params = vllm.SamplingParams
         self._engine: Any = vllm.LLM(
             settings.model,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not settings.structured,
             dtype="bfloat16",
             enforce_eager=os.environ.get("VLLM_COMPILED") != "1",
             max_model_len=settings.longest,
@@ -37,9 +37,13 @@ class Vllm:
         self._requests = 0
         self._counts: dict[str, int] = {}
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
         """See Engine."""
         params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        if schema:
+            from vllm.sampling_params import StructuredOutputsParams
+
+            params.structured_outputs = StructuredOutputsParams(json=schema)
         self._counts = {}
         for prompt in prompts:
             self._requests += 1

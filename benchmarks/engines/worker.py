@@ -4,7 +4,8 @@
 
 SETTINGS is Settings as JSON. The first answer is {"version", "start_seconds"}; then each line of input is one of
 
-    {"do": "run", "batch", "prompt", "new", "seed"}    random prompts, to the end: {"decode", "prefill", "seconds"}
+    {"do": "run", "batch", "prompt", "new", "seed"}    random prompts, to the end: {"decode", "prefill", "seconds"};
+                                                       with "schema", answers are held to it
     {"do": "hold", "batch", "prompt", "new", "seed"}   random prompts, until each has its first token: {"seconds"}
     {"do": "advance", "new"}                           so many tokens more for each prompt held: {"decode", "seconds"}
 
@@ -61,7 +62,7 @@ class Measured:
         self._vocabulary = vocabulary
         self._counts: list[int] = []
 
-    def run(self, *, batch: int, prompt: int, new: int, seed: int) -> dict[str, float | None]:
+    def run(self, *, batch: int, prompt: int, new: int, seed: int, schema: str = "") -> dict[str, float | None]:
         """Rates of one run.
 
         decode: tokens after the last prompt got its first, over the time from then to the end; None for one token.
@@ -69,7 +70,7 @@ class Measured:
         """
         prompts = random_prompts(self._vocabulary, batch, prompt, seed)
         began = time.perf_counter()
-        self._engine.start(prompts, new)
+        self._engine.start(prompts, new, schema)
         first = self._step_until(1)
         after_first = sum(self._counts)
         ended = first if min(self._counts) >= new else self._step_until(new)
@@ -94,7 +95,7 @@ class Measured:
         ended = self._step_until(min(self._counts) + new)
         return {"decode": (sum(self._counts) - before) / (ended - began), "seconds": ended - began}
 
-    def answer(self, do: str, request: dict[str, int]) -> dict[str, float | None]:
+    def answer(self, do: str, request: dict[str, Any]) -> dict[str, float | None]:
         """Do what one line of input asks for. Raises KeyError for anything else."""
         asked: dict[str, Callable[..., dict[str, float | None]]]
         asked = {"run": self.run, "hold": self.hold, "advance": self.advance}

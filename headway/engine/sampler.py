@@ -1,9 +1,9 @@
 """Chooses the next token of every sequence of a batch: by a kernel, or as tensor work (`tensor_sampling`).
 
 In order, as vLLM does: logit_bias, min_tokens (no stop token while the output is shorter), repetition,
-presence and frequency penalties, the mask of a grammar, temperature, min_p, top_k, top_p, and one draw. A temperature
-below GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest tokens in the
-same order, so top_k = 1 is greedy too.
+presence and frequency penalties, the mask of allowed tokens or of a grammar, temperature, min_p, top_k, top_p, and one
+draw. A temperature below GREEDY_BELOW takes the likeliest token, the lowest id among equals. Cuts keep the likeliest
+tokens in the same order, so top_k = 1 is greedy too.
 
 A draw is a function of the row's own logits, the sequence's seed and the token's position. So the same seed
 gives the same tokens in whatever batch, order or chunking, and after a preemption.
@@ -32,6 +32,8 @@ from headway.engine.tensor_sampling import (
     SamplingBatch,
     TensorSampler,
     TokenEdits,
+    is_held_open,
+    mask_of,
     token_edits,
 )
 from headway.kernels.interface import DRAW, Draw
@@ -70,6 +72,7 @@ class Sampler:
         self._penalties = PenaltyTable(device)
         self._tensors = TensorSampler(vocab_size, device)
         self._edits: dict[SequenceState, TokenEdits] = {}
+        self._masks: dict[SequenceState, Mask] = {}
         self._batch: SamplingBatch | None = None
         self._table: NDArray[np.void] = np.empty(0, DRAW)  # the batch as the kernel reads it
         self._known: set[SequenceState] = set()
@@ -101,10 +104,15 @@ class Sampler:
             positions = [len(sequence.tokens) for sequence in sequences]
         batch = self._batch
         if batch is None or batch.sequences != sequences:
-            batch = self._batch = describe(sequences, positions, self._edits, self.vocab_size)
+            batch = self._batch = describe(sequences, positions, self._edits, self._masks, self.vocab_size)
             self._known.update(sequences)
             if self._draw is not None:
                 self._table = _table(batch, self.vocab_size)
+        if batch.allowed:  # a sequence has these or a grammar
+            masks = [
+                batch.allowed.get(row) if mask is None else mask
+                for row, mask in enumerate(masks or [None] * len(sequences))
+            ]
         if self._draw is None:
             return Sampled(*self._tensors.sample(logits, batch, positions, self._penalties, masks))
         table = self._table
@@ -123,6 +131,7 @@ class Sampler:
         if sequence.params.penalises:
             self._penalties.forget(sequence)
         self._edits.pop(sequence, None)
+        self._masks.pop(sequence, None)
         self._known.discard(sequence)
         self._batch = None
         if not self._known and self._tensors.memory.nbytes > KEPT_BYTES:
@@ -137,23 +146,32 @@ class Sampler:
         """Forget every sequence. What is kept of each is made again from its tokens."""
         self._penalties = PenaltyTable(self._tensors.device)
         self._edits.clear()
+        self._masks.clear()
         self._known.clear()
         self._batch = None
 
 
 def describe(
-    sequences: list[SequenceState], positions: list[int], known_edits: dict[SequenceState, TokenEdits], vocab_size: int
+    sequences: list[SequenceState],
+    positions: list[int],
+    known_edits: dict[SequenceState, TokenEdits],
+    known_masks: dict[SequenceState, Mask],
+    vocab_size: int,
 ) -> SamplingBatch:
     """Read the parameters of the sequences of the rows, whose positions can only grow as long as they stay the same.
 
-    known_edits: edits that were read of sequences before, as their lists can be long. New ones are added to it.
+    known_edits, known_masks: edits and allowed tokens that were read of sequences before, as their lists can be long.
+    New ones are added to them.
     """
     batch = SamplingBatch(list(sequences))
     for row, sequence in enumerate(sequences):
         params = sequence.params
-        # A structured output is held open by its mask, as its end may be all that is left.
-        held_open = params.min_tokens > 0 and params.structured_outputs is None
-        if params.logit_bias or (held_open and positions[row] < sequence.prompt_len + params.min_tokens):
+        if params.allowed_token_ids is not None:
+            if sequence not in known_masks:
+                known_masks[sequence] = mask_of(params.allowed_token_ids, vocab_size)
+            batch.allowed[row] = known_masks[sequence]
+        is_before_end = positions[row] < sequence.prompt_len + params.min_tokens
+        if params.logit_bias or (is_before_end and is_held_open(sequence)):
             if sequence not in known_edits:
                 known_edits[sequence] = token_edits(sequence, vocab_size)
             batch.edits[row] = known_edits[sequence]

@@ -84,6 +84,7 @@ class SamplingBatch:
 
     Args:
         edits: changes of the logits of some rows.
+        allowed: the tokens that may come at all in some rows.
         penalised: rows with penalties.
         wants_logprobs: rows that want log-probabilities.
         tensors: how they are drawn; None where a kernel draws.
@@ -91,6 +92,7 @@ class SamplingBatch:
 
     sequences: list[SequenceState]
     edits: dict[int, TokenEdits] = field(default_factory=dict)
+    allowed: dict[int, Mask] = field(default_factory=dict)
     penalised: list[int] = field(default_factory=list)
     wants_logprobs: list[int] = field(default_factory=list)
     tensors: TensorBatch | None = None
@@ -318,11 +320,30 @@ def _group(
     return Group(rows, _index(rows, device), cut)
 
 
+def is_held_open(sequence: SequenceState) -> bool:
+    """Whether min_tokens is kept by edits.
+
+    A structured output is held open by its mask, as its end may be all that is left. Where only end tokens are allowed,
+    they come, and do not end it.
+    """
+    params, allowed = sequence.params, sequence.params.allowed_token_ids
+    if not params.min_tokens or params.structured_outputs is not None:
+        return False
+    return allowed is None or not sequence.stop_ids.issuperset(allowed)
+
+
+def mask_of(token_ids: list[int], vocab_size: int) -> Mask:
+    """The mask that allows these tokens."""
+    bits = np.zeros(padded_size(vocab_size), bool)
+    bits[token_ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def token_edits(sequence: SequenceState, vocab_size: int) -> TokenEdits:
     """What a sequence wants changed of its logits: its biases, and no end before min_tokens."""
     params = sequence.params
     bias = params.logit_bias
-    stops = sequence.stop_ids if params.min_tokens and params.structured_outputs is None else frozenset()
+    stops = sequence.stop_ids if is_held_open(sequence) else frozenset()
     tokens = [*bias, *(token for token in stops if token < vocab_size and token not in bias)]
     allowed_from = sequence.prompt_len + params.min_tokens  # the first position at which a stop token may come
     from_where = [allowed_from if token in stops else 0 for token in tokens]

@@ -26,6 +26,17 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SHOWN = 300
+# What the library says of a grammar, and what of that helps somebody who asked for it.
+_OURS = (
+    (r"NoExtension", "no text can satisfy it"),
+    (r"Unknown format: (.*)", r"schema keyword format is '\1', which is not supported"),
+    (r"oneOf constraints", "schema keyword oneOf is not supported where one value could be of two of its parts"),
+    (
+        r"patternProperty regexes (.*) are not disjoint",
+        r"schema keyword patternProperties has \1, which may match the same name",
+    ),
+    (r"Resource '(.*?)' is not present", r"schema keyword $schema is '\1', which is not supported"),
+)
 
 
 class GrammarError(ValueError):
@@ -72,10 +83,10 @@ def matcher(grammar: str, vocabulary: LLTokenizer) -> LLMatcher:
 def said(made: LLMatcher) -> str:
     """Why a matcher failed, as one line."""
     text = " ".join(made.get_error().replace("\0", "\\0").split()).removesuffix(" <non-verbose/>")
-    if text.startswith("NoExtension"):
-        return "no text can satisfy it"
-    if unknown := re.match(r"Unknown format: (.*)", text):
-        return f"schema keyword format is {unknown[1]!r}, which is not supported"
+    for pattern, ours in _OURS:
+        if found := re.match(pattern, text):
+            text = found.expand(ours)
+            break
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 

@@ -19,6 +19,7 @@ from headway import __version__
 from headway.engine.client import EngineClient
 from headway.server.api import responses
 from headway.server.api.api_page import api_page
+from headway.server.api.responses_store import ResponseStore
 from headway.server.api.routes import BODIES, Routes
 from headway.server.api.translated import TranslatedRoutes
 from headway.server.api.vectors import VectorRoutes
@@ -58,10 +59,11 @@ def create_app(
 
     Raises:
         TextError: the checkpoint's template or generation_config.json is broken.
-        ValueError: the journal of quotas cannot be kept.
+        ValueError: the journal of quotas or the store of responses cannot be kept.
         StoreError: the data folder cannot be used.
     """
     service = Service(engine, tokenizer, template or ChatTemplate.load(tokenizer), settings)
+    store = ResponseStore(settings.response_store)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,6 +78,7 @@ def create_app(
             if batches is not None:
                 await batches.stop()
             await service.close()
+            await asyncio.to_thread(store.close)
 
     app = FastAPI(
         title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
@@ -83,7 +86,7 @@ def create_app(
     app.state.service = service
     routes = Routes(service)
     routes.add_to(app)
-    TranslatedRoutes(service, routes.generate).add_to(app)
+    TranslatedRoutes(service, routes.generate, store).add_to(app)
     VectorRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
     BatchRoutes(batches, settings, service.bodies).add_to(app)

@@ -157,6 +157,10 @@ class ServerSettings:
         Path | None,
         _flag("Folder for /v1/files and /v1/batches; without it these routes answer 400."),
     ] = None
+    response_store: Annotated[
+        Path | None,
+        _flag("SQLite file that keeps the latest answers of /v1/responses over a restart. Default: in memory alone."),
+    ] = None
     max_file_size: Annotated[int, _size("Largest uploaded file.", default="200M")] = 200 * 2**20
     max_queued_text: Annotated[
         int, _size("Limit of characters waiting to be tokenized; above it, 429.", default="16M")

@@ -39,7 +39,7 @@ class Scripted:
         self.now = 0.0
         monkeypatch.setattr(worker.time, "perf_counter", lambda: self.now)
 
-    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
         self.prompts.append(prompts)
 
     def step(self) -> list[int]:

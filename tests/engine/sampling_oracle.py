@@ -38,7 +38,7 @@ def logits_of(rows: int, vocab_size: int, seed: int, scale: float = 3.0, step: f
 
 
 def edited(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
-    """Logits [V] after logit_bias, min_tokens and the penalties, in float32 so that ties are the same ties."""
+    """Logits [V] after logit_bias, min_tokens, penalties and what is allowed, in float32 so that ties are the same."""
     params = sequence.params
     x = logits.astype(np.float32)
     for token, bias in params.logit_bias.items():
@@ -52,6 +52,8 @@ def edited(logits: np.ndarray, sequence: SequenceState) -> np.ndarray:
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
         x[token] -= np.float32(params.frequency_penalty) * np.float32(output.count(token))
         x[token] -= np.float32(params.presence_penalty) * np.float32(token in output)
+    if params.allowed_token_ids is not None:
+        x[np.setdiff1d(np.arange(len(x)), params.allowed_token_ids)] = -math.inf
     return x
 
 

@@ -79,6 +79,9 @@ EACH_PARAMETER = [
     {"presence_penalty": -2.0, "frequency_penalty": -1.0},
     {"logit_bias": {3: 5.0, 8: -100.0}},
     {"min_tokens": 9},
+    {"allowed_token_ids": [7]},
+    {"allowed_token_ids": [0, 3, 6, 9], "top_k": 3},
+    {"allowed_token_ids": [5, 31, 8, 31], "repetition_penalty": 1.5, "logit_bias": {8: 3.0, 9: 100.0}},
 ]
 
 
@@ -332,6 +335,18 @@ def test_no_stop_token_before_min_tokens() -> None:
         output = sequence.tokens[sequence.prompt_len :]
         assert not stops & set(output[:free])
         assert set(output[free:]) <= stops
+
+
+def test_end_tokens_alone_come_though_they_do_not_end_it_yet() -> None:
+    sequences = [
+        make_sequence(stop_ids=(4, 9), min_tokens=3, allowed_token_ids=[4, 9]),
+        make_sequence(stop_ids=(4, 9), min_tokens=3, allowed_token_ids=[4, 9, 5]),
+        make_sequence(),
+    ]
+    logits = torch.zeros(3, 30)
+    logits[:, 4] = 20.0
+    drawn = sample(logits, sequences)
+    assert drawn[0] in (4, 9) and drawn[1] == 5
 
 
 # --- log-probabilities ---------------------------------------------------------------------------------

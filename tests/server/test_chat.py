@@ -184,7 +184,11 @@ def test_text_is_a_response_format(server: LiveServer) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"bad_words": ["x"]}, "bad_words"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [1], "guided_regex": "a"}, "allowed_token_ids"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"chat_template": "x"}, "chat_template"),
         ({"documents": [{"text": "x"}]}, "documents"),
@@ -265,7 +269,14 @@ def test_values_that_change_nothing_are_taken(server: LiveServer) -> None:
     answers = [server.post("/v1/chat/completions", **{**plain, **extra}) for extra in ({}, no_ops)]
     texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
     assert texts[0] == texts[1]
-    replayed = {"role": "assistant", "content": "x", "tool_calls": [], "annotations": [], "refusal": None}
+    replayed = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [],
+        "annotations": [],
+        "refusal": None,
+        "parsed": {"a": 1},
+    }
     assert server.post("/v1/chat/completions", messages=[*HELLO, replayed, *HELLO]).status_code == 200
     assert server.post("/v1/completions", prompt="x", suffix="", tools=[], store=False).status_code == 200
     assert server.post("/v1/completions", prompt="x", response_format={"type": "text"}).status_code == 200

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -215,7 +218,7 @@ def kept(size: int) -> Kept:
 
 
 def test_the_store_is_bounded() -> None:
-    store = ResponseStore(most=3, most_bytes=100)
+    store = ResponseStore(None, most=3, most_bytes=100)
     for number in range(5):
         store.keep(str(number), kept(10))
     with pytest.raises(ApiError):
@@ -230,6 +233,65 @@ def test_the_store_is_bounded() -> None:
     store.delete("large", "")
     store.keep("small", kept(100))
     assert store.find("small", "").size == 100
+
+
+def test_a_conversation_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path, engine = tmp_path / "responses.sqlite", FakeEngine(tokenizer)
+    server = LiveServer(engine, tokenizer, response_store=path).start()
+    asked: dict[str, Any] = {"model": MODEL, "input": "One"}
+    first, deleted = (server.post("/v1/responses", **asked).json() for _ in range(2))
+    assert server.client.delete(f"/v1/responses/{deleted['id']}").status_code == 200
+    server.stop()
+    assert path.stat().st_mode & 0o077 == 0
+    server = LiveServer(engine, tokenizer, response_store=path).start()
+    assert server.client.get(f"/v1/responses/{first['id']}").json() == first
+    assert server.client.get(f"/v1/responses/{deleted['id']}").status_code == 404
+    second = server.post("/v1/responses", model=MODEL, input="Two", previous_response_id=first["id"])
+    assert second.status_code == 200
+    text = first["output"][0]["content"][0]["text"]
+    assert prompt_of(engine, tokenizer) == chat(("user", "One"), ("assistant", text), ("user", "Two"))
+    server.stop()
+
+
+def test_the_file_is_bounded_and_a_killed_server_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "responses.sqlite"
+    store = ResponseStore(path, most=3)
+    for number in range(5):
+        store.keep(str(number), kept(10))
+    store.delete("3", "")
+    with pytest.raises(ValueError, match="another server uses it"):
+        ResponseStore(path)
+    store.close()
+    again = ResponseStore(path, most=1)
+    assert again.find("4", "").size == 10
+    with pytest.raises(ApiError):
+        again.find("2", "")
+    again.close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT name FROM responses").fetchall() == [("4",)]
+
+
+def test_a_disk_that_is_full_loses_no_answer_of_this_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = ResponseStore(tmp_path / "responses.sqlite")
+    assert store._db is not None
+    store._db.execute("PRAGMA max_page_count = 4")
+    store.keep("a", kept(100_000))
+    assert store.find("a", "").size == 100_000
+    store.close()
+    assert "full" in caplog.text and "response a ends with the server" in caplog.text
+    ResponseStore(tmp_path / "responses.sqlite").close()
+
+
+@pytest.mark.parametrize("what", ["no folder", "no database", "another database", "newer"])
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "missing" / "file" if what == "no folder" else tmp_path / "file"
+    if what == "no database":
+        path.write_text("a text" * 1000)
+    elif what != "no folder":
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("CREATE TABLE other (a)" if what == "another database" else "PRAGMA user_version = 9")
+    with pytest.raises(ValueError, match=f"^--response-store {path}: [^\n]+$"):
+        ResponseStore(path)
 
 
 def test_an_engine_that_fails_ends_the_stream(server: LiveServer, engine: FakeEngine) -> None:

@@ -391,3 +391,51 @@ def test_an_answer_is_held_to_its_schema_behind_what_the_model_thinks(
     plain.post("/v1/chat/completions", messages=ASKED, response_format=schema)
     held = engine.requests[-1].params.structured_outputs
     assert held is not None and "@answer" not in held.text
+
+
+def strict(name: str = "f", **keywords: Any) -> Any:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", **keywords}}, "required": ["a"]}
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+
+
+def test_calls_of_strict_tools_are_held_to_their_schemas_without_being_required(
+    served: LiveServer, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    """What cannot be kept of them is no error, as no call has to come; a header names it."""
+    says(engine, tokenizer, "Text.")
+
+    def ask(*tools: Any, **fields: Any) -> tuple[Any, str | None]:
+        answer = served.post("/v1/chat/completions", messages=ASKED, tools=tools, **fields)
+        assert answer.status_code == 200, answer.json()
+        return engine.requests[-1].params.structured_outputs, answer.headers.get("x-headway-relaxed")
+
+    for held, relaxed in (ask(strict()), ask(strict(), CLOCK, tool_choice="auto")):
+        assert held is not None and "<tool_call>" in held.text and relaxed is None
+    held, relaxed = ask(strict(uniqueItems=True))
+    assert held is not None and relaxed == "tools[0].function.parameters/properties/a/uniqueItems"
+    held, relaxed = ask(strict(pattern="(?=a)", items={"type": "string", "pattern": "(?=a)a"}))
+    assert held is None and relaxed is not None and relaxed.startswith("tools (") and "look" in relaxed
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+    for held, _ in (ask(strict(), response_format=schema), ask(strict(), allowed_token_ids=[5])):
+        assert held is None or "<tool_call>" not in held.text
+    for tools, choice in (([WEATHER], "auto"), ([strict()], "none")):
+        assert ask(*tools, tool_choice=choice) == (None, None)
+    refused = served.post(
+        "/v1/chat/completions", messages=ASKED, tools=[strict(uniqueItems=True)], tool_choice="required"
+    )
+    assert refused.status_code == 400
+
+
+def test_a_syntax_that_cannot_be_held_to_a_strict_schema_is_free(
+    start_server: StartServer, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    engine.max_model_len = 4096
+    server = start_server(template=ChatTemplate(TEMPLATE, {}), tool_call_parser="pythonic")
+    for choice in ("auto", "required"):
+        assert (
+            server.post("/v1/chat/completions", messages=ASKED, tools=[strict()], tool_choice=choice).status_code == 200
+        )
+        assert engine.requests[-1].params.structured_outputs is not None
+    answer = server.post("/v1/chat/completions", messages=ASKED, tools=[strict(maxItems=3)])
+    assert answer.status_code == 200 and engine.requests[-1].params.structured_outputs is None
+    assert "maxItems is not supported in the syntax" in answer.headers["x-headway-relaxed"]

@@ -15,7 +15,7 @@ from headway.text.tokenizer import Tokenizer
 from tests.server.conftest import StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer
-from tests.server.test_tools import ANSWER, ARGUMENTS, TEMPLATE, says
+from tests.server.test_tools import ANSWER, ARGUMENTS, CALL, TEMPLATE, says
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 QUESTION = "How is the weather in Paris?"
@@ -99,6 +99,38 @@ def test_a_loop_of_responses(asker: openai.OpenAI, engine: FakeEngine, tokenizer
     history: list[Any] = [{"role": "user", "content": QUESTION}, *(item.model_dump() for item in answer.output)]
     asker.responses.create(input=[*history, *outputs], **asked)
     assert tokenizer.decode(engine.requests[-1].prompt_token_ids, False) == by_id, "as items of the request"
+
+
+@pytest.mark.parametrize("spread", [1, 3])
+def test_logprobs_of_a_text_are_those_of_its_own_tokens(
+    asker: openai.OpenAI, engine: FakeEngine, tokenizer: Tokenizer, spread: int
+) -> None:
+    """Held back because it could begin a tag, or not; and none of reasoning, of tags or of calls."""
+    words = "Is 1 < 2, <tool? <"
+    says(engine, tokenizer, f"<think>{THOUGHT}</think>{words}", f"<think>{THOUGHT}</think>\n\n{words}\n{CALL}")
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": None}]
+    asked: Any = {"model": MODEL, "input": QUESTION, "tools": tools, "include": ["message.output_text.logprobs"]}
+    for _ in range(2):
+        engine.tokens_per_step = spread
+        with asker.responses.stream(**asked) as stream:
+            deltas: list[Any] = [event for event in stream if event.type == "response.output_text.delta"]
+            streamed: Any = stream.get_final_response()
+        for part in (streamed.output[1], asker.responses.create(**asked).output[1]):
+            written = "".join(each.token for each in part.content[0].logprobs)
+            assert part.content[0].text == words in written and THOUGHT not in written and "Paris" not in written
+        assert [token.token for event in deltas for token in event.logprobs] == [
+            token.token for token in streamed.output[1].content[0].logprobs
+        ]
+
+
+def test_thinking_that_is_omitted_has_no_events(claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": MODEL, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}]}
+    hidden: Any = {"type": "adaptive", "display": "omitted"}
+    with claude.messages.stream(**asked, thinking=hidden) as stream:
+        kinds = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        answer = stream.get_final_message()
+    assert "text_delta" in kinds and "thinking_delta" not in kinds
+    assert answer.content[0].type == "thinking" and answer.content[0].thinking == ""
 
 
 def test_choices_of_tools_reach_the_chat(claude: anthropic.Anthropic, asker: openai.OpenAI) -> None:

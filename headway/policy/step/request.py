@@ -259,6 +259,7 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
         ("prompt", request.prompt_token_ids),
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
+        ("allowed_token_ids", request.params.allowed_token_ids or ()),
         ("token_ids", request.pooling.token_ids if request.pooling is not None else ()),
     ):
         for token in (min(ids), max(ids)) if ids else ():

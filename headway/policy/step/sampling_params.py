@@ -18,6 +18,7 @@ MAX_LOGIT_BIAS = 100.0
 # vLLM's limits (vllm/v1/worker/gpu/sample/logit_bias.py).
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_COUNT = 2**31 - 1
 
 # Parameters whose defaults generation_config.json may give.
@@ -97,6 +98,13 @@ def _number(name: str, value: Any, kind: type[Any], low: float, high: float) -> 
     return int(value) if kind is int else float(value)
 
 
+def _token_ids(name: str, given: list[Any]) -> list[int]:
+    for token in given:
+        if not _is_integer(token) or token < 0:
+            raise InvalidParameter(name, f"{name} contains {_shown(token)}; token ids are integers from 0")
+    return [int(token) for token in given]
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters with the names and meanings of the OpenAI API and of vLLM.
@@ -114,6 +122,7 @@ class SamplingParams:
         stop: strings that end the output; the text before the first of them is kept. A single string stands for a
             list of one; None, here and for the other lists, for an empty one.
         logit_bias: token id to a value in [-100, 100] added to its logit.
+        allowed_token_ids: only these tokens may come, and the end token only if it is one of them; None for all.
         structured_outputs: what the output has to be; a mapping is read as StructuredOutputs.of() does. The end token
             comes when that is complete, whatever min_tokens and ignore_eos say.
 
@@ -140,6 +149,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +175,8 @@ class SamplingParams:
             self._check_stops()
         if self.logit_bias:
             self._check_logit_bias()
+        if self.allowed_token_ids is not None:
+            self._check_allowed(_items("allowed_token_ids", self.allowed_token_ids))
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 
@@ -187,12 +199,16 @@ class SamplingParams:
                 message = f"stop contains a string of {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
                 raise InvalidParameter("stop", message)
         check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        for token in self.stop_token_ids:
-            if not _is_integer(token) or token < 0:
-                raise InvalidParameter(
-                    "stop_token_ids", f"stop_token_ids contains {_shown(token)}; token ids are integers from 0"
-                )
-        self.stop_token_ids = [int(token) for token in self.stop_token_ids]
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+
+    def _check_allowed(self, given: list[Any]) -> None:
+        name = "allowed_token_ids"
+        check_number(name, len(given), MAX_ALLOWED_TOKEN_IDS)
+        if not given:
+            raise InvalidParameter(name, f"{name} is empty; give at least one token id, or leave it out")
+        if self.structured_outputs is not None:
+            raise InvalidParameter(name, f"{name} and a structured output are given together; give one of them")
+        self.allowed_token_ids = _token_ids(name, given)
 
     def _check_logit_bias(self) -> None:
         check_number("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_TOKENS)

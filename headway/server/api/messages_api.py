@@ -267,7 +267,9 @@ class MessagesAnswer(PartsAnswer):
         if part.kind == "text":
             delta = {"type": "text_delta", "text": text}
         elif part.kind == "reasoning":
-            delta = {"type": "thinking_delta", "thinking": text if self._shows_thinking else ""}
+            if not self._shows_thinking:
+                return b""
+            delta = {"type": "thinking_delta", "thinking": text}
         else:
             delta = {"type": "input_json_delta", "partial_json": text}
         return named_event("content_block_delta", {"index": part.index, "delta": delta})

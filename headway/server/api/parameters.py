@@ -54,6 +54,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+    check_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
     given |= _of_chat(body, defaults) if isinstance(body, ChatBody) else _of_completion(body, defaults)
     if given.get("top_k", 0) > vocab_size:
         given["top_k"] = 0  # stands for the whole vocabulary

@@ -15,7 +15,7 @@ from headway.outputs.choices import CONTEXT_TOKENS, Choice, Piece, TokenizedProm
 from headway.server.api.answers import encode
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
-from headway.server.api.schemas import ChatBody
+from headway.server.api.schemas import ChatBody, CompletionBody
 from headway.server.api.streaming import EventWriter
 from headway.server.generation import Generation
 from headway.server.service import Service
@@ -44,8 +44,7 @@ class _Listening:
     def push(self, token_ids: list[int]) -> str:
         was_reasoning = self._parser.is_reasoning
         new = self._text.push(token_ids)
-        if new:
-            self._parser.push(new)
+        self._parser.push(new, len(token_ids))
         if was_reasoning or self._parser.is_reasoning:
             self.reasoning_tokens += len(token_ids)
         return new
@@ -101,18 +100,22 @@ def _long_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def begins_in_reasoning(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> bool:
+def begins_in_reasoning(service: Service, body: CompletionBody | ChatBody, prompt: TokenizedPrompt) -> bool:
     """Whether the prompt has begun the reasoning, so that answers begin within it."""
     reasoning = service.family.reasoning
-    if reasoning is None:
+    if reasoning is None or not isinstance(body, ChatBody):
         return False
     if body.continue_final_message:
         return reasoning.is_open(str(body.messages[-1].content))
     return reasoning.is_begun(service.tokenizer.decode(prompt.token_ids[-CONTEXT_TOKENS:], False))
 
 
-def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> Callable[..., ServedChoice] | None:
+def parsed_choice(
+    service: Service, body: CompletionBody | ChatBody, is_reasoning: bool
+) -> Callable[..., ServedChoice] | None:
     """What makes the choices of a checked request; None where its answers are nothing but text."""
+    if not isinstance(body, ChatBody):
+        return None
     family = service.family
     is_offered = bool(body.tools) and body.tool_choice != "none"
     if family.is_plain and not is_offered:
@@ -122,7 +125,7 @@ def parsed_choice(service: Service, body: ChatBody, prompt: TokenizedPrompt) -> 
         AnswerParser,
         family,
         tools,
-        is_reasoning=begins_in_reasoning(service, body, prompt),
+        is_reasoning=is_reasoning,
         most_calls=1 if body.parallel_tool_calls is False else math.inf,
     )
     make_id = _short_id if family.calls is not None and family.calls.short_ids else _long_id

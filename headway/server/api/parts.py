@@ -69,6 +69,7 @@ class PartsAnswer(ABC):
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._has_begun = False
+        self._unplaced: list[ScoredToken] = []  # tokens whose text has not come, or is part of a tag
 
     # --- the shapes ---------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class PartsAnswer(ABC):
 
     @abstractmethod
     def part_grown(self, part: Part, text: str, logprobs: list[ScoredToken]) -> bytes:
-        """The event for more text of a part, or of a call's arguments."""
+        """The event for more text of a part, or of a call's arguments; empty where the client is not to see it."""
 
     @abstractmethod
     def part_ended(self, part: Part, complete: bool) -> list[bytes]:
@@ -149,15 +150,16 @@ class PartsAnswer(ABC):
         """Let the parts grow by a piece. Returns the events for it."""
         events: list[bytes] = []
         choice = self.choice
+        self._unplaced += logprobs
         # A token that is a part of a character has no text, but its log-probability.
-        plain: Sequence[Event] = [Text("content", piece.text)] if piece.text or logprobs else []
+        plain: Sequence[Event] = [Text("content", piece.text, tokens=len(logprobs))] if piece.text or logprobs else []
         for each in piece.events if isinstance(choice, ParsedChoice) else plain:
+            own, self._unplaced = self._unplaced[: each.tokens], self._unplaced[each.tokens :]
             if isinstance(each, Text):
                 kind = _KINDS[each.kind]
                 if self._open is None or self._open.kind != kind:
                     events += self._begin(Part(len(self.parts), kind))
-                events += self._extend(each.text, logprobs if kind == "text" else [])
-                logprobs = logprobs if kind != "text" else []
+                events += self._extend(each.text, own if kind == "text" else [])
             elif isinstance(each, CallBegin):
                 made = choice.make_id() if isinstance(choice, ParsedChoice) else ""
                 events += self._begin(Part(len(self.parts), "call", each.name, each.id or made))
@@ -166,6 +168,8 @@ class PartsAnswer(ABC):
             else:
                 events += self._end(each.complete)
         if piece.finish_reason is not None:
+            if self._open is not None and self._open.kind == "text":
+                events += self._extend("", self._unplaced)
             events += self._end(piece.finish_reason != "length")
         return events
 
@@ -181,7 +185,8 @@ class PartsAnswer(ABC):
             return []
         part.texts.append(text)
         part.logprobs += logprobs
-        return [self.part_grown(part, text, logprobs)]
+        event = self.part_grown(part, text, logprobs)
+        return [event] if event else []
 
     def _end(self, complete: bool) -> list[bytes]:
         part, self._open = self._open, None

@@ -26,7 +26,7 @@ from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
-from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, parsed_choice
+from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
 from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
 from headway.server.api.request_body import check_body, query_number
 from headway.server.api.responses_api import ResponsesBody
@@ -177,14 +177,14 @@ class Routes:
         with service.counting_refusals(terms.service.name):
             prompts = self._truncated(body, await self._prompts(body), terms.service)
             self._check_prompt_logprobs(prompts, params, body)
-            asked, left_out = held.wanted(service, body, params.structured_outputs, prompts[0])
-            if asked is not None:
+            is_reasoning = begins_in_reasoning(service, body, prompts[0])
+            wanted = held.wanted(service, body, params.structured_outputs, is_reasoning)
+            if wanted.asked is not None or wanted.left_out:
                 tokenized_ns = clock()
-                params.structured_outputs = await held.checked(service, request, body, asked, left_out, prompts[0])
+                params.structured_outputs = await held.checked(service, request, body, wanted, is_reasoning)
                 compiled_ns = clock()
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
-            parsed = parsed_choice(service, body, prompts[0]) if isinstance(body, ChatBody) else None
             generation = Generation(
                 service,
                 prompts,
@@ -202,7 +202,7 @@ class Routes:
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
                 operation="chat" if isinstance(body, ChatBody) else "text_completion",
                 headers=request.headers,
-                make_choice=parsed or ServedChoice,
+                make_choice=parsed_choice(service, body, is_reasoning) or ServedChoice,
             )
         answer = shape(generation)
         return answer if body.stream else await answer.whole()

@@ -205,6 +205,9 @@ class GenerationBody(RequestBody):
     logit_bias: dict[str, float] | None = said(
         "Added to the logits of token ids, which are the keys: up to 1,024, of -100 to 100."
     )
+    allowed_token_ids: list[int] | None = said(
+        "Only these tokens may come; the model's end token only if it is one of them."
+    )
 
     top_k: Int | None = said(
         "Only so many of the likeliest tokens are drawn; 0 or -1 is all, default all or the checkpoint's."
@@ -274,6 +277,7 @@ class Message(Body):
     audio: NullField = said("As answers have it; only null.")
     function_call: NullField = said("As older answers have it; only null, as tool_calls replaced it.")
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = said("Calls of tools, in a message of the assistant.")
+    parsed: Any = said("As the openai client adds it to an answer; it has no effect.")
     tool_call_id: str | None = said("The call that a message of a tool answers.", max_length=256)
     reasoning_content: str | None = said("What the assistant thought before it answered, for templates that show it.")
     reasoning: str | None = said("Another name of reasoning_content.")
@@ -427,7 +431,6 @@ UNSUPPORTED = {
     "early_stopping": Unsupported(_NO_BEAMS, lambda value: value is False),
     "length_penalty": Unsupported(_NO_BEAMS, lambda value: value == 1),
     "bad_words": Unsupported("give the tokens a logit_bias of -100", lambda value: value == []),
-    "allowed_token_ids": Unsupported("give these tokens a logit_bias of 100"),
     "logprob_token_ids": Unsupported("only the likeliest tokens are shown, with logprobs"),
     "logits_processors": Unsupported("sampling has no plug-ins", lambda value: value == []),
     "spaces_between_special_tokens": Unsupported("it must be a boolean", lambda value: isinstance(value, bool)),

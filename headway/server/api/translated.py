@@ -40,9 +40,8 @@ class TranslatedRoutes:
         generate: answers a chat completion, in the shape that it is given.
     """
 
-    def __init__(self, service: Service, generate: Generate) -> None:
-        self._service, self._generate = service, generate
-        self._store = ResponseStore()
+    def __init__(self, service: Service, generate: Generate, store: ResponseStore) -> None:
+        self._service, self._generate, self._store = service, generate, store
 
     def add_to(self, app: FastAPI) -> None:
         add, body = partial(responses.add_route, app), responses.json_body

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.text.calls.scanner import Scanner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counted:
+    """An event.
+
+    Args:
+        tokens: of the answer, that came since the event before it, up to where this one became certain.
+    """
+
+    tokens: int = field(default=0, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(_Counted):
     """Text of the answer, or of the reasoning before it.
 
     Args:
@@ -23,7 +34,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegin:
+class CallBegin(_Counted):
     """A call of a tool begins.
 
     Args:
@@ -37,7 +48,7 @@ class CallBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(_Counted):
     """Characters of the arguments of the call that began last. Together they are a JSON object."""
 
     index: int
@@ -45,7 +56,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnd:
+class CallEnd(_Counted):
     """The call ended; not `complete` where the answer or the syntax broke off in it."""
 
     index: int
@@ -53,6 +64,15 @@ class CallEnd:
 
 
 Event = Text | CallBegin | Arguments | CallEnd
+
+
+def _joined(last: Event | None, event: Event) -> Event | None:
+    """Two events as one; None where they are no pieces of the same text."""
+    if isinstance(event, Text) and isinstance(last, Text) and replace(last, text=event.text) == event:
+        return replace(event, text=last.text + event.text)
+    if isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
+        return Arguments(event.index, last.text + event.text)
+    return None
 
 
 class Writer:
@@ -67,6 +87,7 @@ class Writer:
     Attributes:
         is_reasoning: what comes belongs to the reasoning.
         is_open: a call has begun and has not ended.
+        tokens: that have come and belong to no event yet.
         num_calls, num_broken: calls that have ended, and those of them that broke off.
         is_malformed: there was text where a call was expected.
     """
@@ -81,6 +102,7 @@ class Writer:
         self._has_content = self._has_reasoning = False
         self._joins = False  # reasoning that comes is a further one
         self._has_arguments = False
+        self.tokens = 0
         self.num_calls = self.num_broken = 0
         self.is_malformed = False
         self.is_reasoning = False
@@ -121,12 +143,12 @@ class Writer:
 
     def _add(self, event: Event) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(event, Text) and isinstance(last, Text) and replace(last, text=event.text) == event:
-            self._events[-1] = replace(event, text=last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
-            self._events[-1] = Arguments(event.index, last.text + event.text)
+        tokens, self.tokens = self.tokens, 0
+        joined = _joined(last, event)
+        if joined is not None and last is not None:
+            self._events[-1] = replace(joined, tokens=last.tokens + tokens)
         else:
-            self._events.append(event)
+            self._events.append(replace(event, tokens=tokens) if tokens else event)
 
     def edge(self) -> None:
         """White space before this place and behind it is left out."""

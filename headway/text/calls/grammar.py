@@ -20,6 +20,7 @@ Write = Callable[["_Rules", str, Schema], str]
 # Keywords that do not narrow what a value may be.
 _SAID = frozenset(
     ("title", "description", "default", "examples", "deprecated", "format", "readOnly", "writeOnly", "$schema")
+    + ("x-guidance",)  # how the library is to write it
 )
 _KEPT = _SAID | {"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"}
 _BARE_KEY = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -50,7 +51,7 @@ def grammar_for(
 
     Args:
         tools: as OpenAI writes them.
-        choice: "required" for any of them, or as OpenAI names one.
+        choice: "required" for any of them, "auto" for text in which there may be calls, or as OpenAI names one.
         is_reasoning: the prompt has begun the reasoning.
         parallel: there may be several calls.
         token_ids: the tags of the family that are special tokens in the vocabulary, which text cannot stand for.
@@ -62,7 +63,10 @@ def grammar_for(
     if isinstance(choice, Mapping):
         tools = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
     frames = next(FRAMES[name] for name, each in CALLS.items() if each is family.calls)
-    whole = rules.either([_framed(rules, frame, tools, parallel) for frame in frames])
+    if choice == "auto":
+        whole = _amid_text(rules, family, frames, tools, parallel)
+    else:
+        whole = rules.either([_framed(rules, frame, tools, parallel) for frame in frames])
     return f"start: {_thought(rules, family, is_reasoning)} {whole}\n{rules.text()}{_TERMINALS}"
 
 
@@ -88,6 +92,9 @@ class _Rules:
     def text(self) -> str:
         return "".join(f"{name}{rule}\n" for rule, name in self._rules.items())
 
+    def is_token(self, text: str) -> bool:
+        return text in self._token_ids
+
     def literal(self, *texts: str) -> str:
         """Texts one after another; those that are special tokens as such."""
         return " ".join(
@@ -100,6 +107,10 @@ class _Rules:
         """The name of a rule with this body."""
         return self._rules.setdefault(f"{attributes}: {body}", f"r{len(self._rules)}")
 
+    def terminal(self, body: str) -> str:
+        """The name of a rule without rules in it, which may intersect what it is made of."""
+        return self._rules.setdefault(f": {body}", f"R{len(self._rules)}")
+
     def either(self, options: Sequence[str]) -> str:
         return options[0] if len(options) == 1 else self.rule(" | ".join(options))
 
@@ -111,8 +122,13 @@ class _Rules:
         """Any text with the first of some ends behind it."""
         if all(end in self._token_ids for end in ends):
             return f"TEXT {self.rule(' | '.join(map(self.literal, ends)))}"
-        pattern = "|".join(re.escape(end).replace("/", "\\/").replace("\\\n", "\\n") for end in ends)
-        return self.rule(f"/(?s:.*)({pattern})/", "[lazy]")
+        return self.rule(f"/(?s:.*)({'|'.join(map(_pattern, ends))})/", "[lazy]")
+
+    def tag(self, *tags: str) -> str:
+        """One of some tags. Text that could go on behind it does not begin before it."""
+        texts = [_pattern(tag) for tag in tags if tag not in self._token_ids]
+        options = [self.literal(tag) for tag in tags if tag in self._token_ids]
+        return self.either([*options, *([self.rule(f"/{'|'.join(texts)}/", "[lazy]")] if texts else [])])
 
     def members(self, written: Sequence[tuple[str, bool]], separator: str) -> str:
         """Members in their order, of which those that are not required may be left out."""
@@ -128,6 +144,11 @@ class _Rules:
         return self.either(firsts)
 
 
+def _pattern(text: str) -> str:
+    """A regular expression for a text."""
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
+
+
 @dataclass(frozen=True)
 class _Frame:
     """What stands around calls: before and behind all, around each, and between two."""
@@ -140,8 +161,16 @@ class _Frame:
     stop: tuple[str, ...] = ()
     is_single: bool = False
 
+    @property
+    def lead(self) -> str:
+        """The tag that begins calls; empty where none does."""
+        return next(iter((*self.start, *self.opens)), "")
 
-def _framed(rules: _Rules, frame: _Frame, tools: Sequence[Mapping[str, Any]], parallel: bool) -> str:
+
+def _framed(
+    rules: _Rules, frame: _Frame, tools: Sequence[Mapping[str, Any]], parallel: bool, is_led: bool = False
+) -> str:
+    """Calls, but for the tag that leads them where that has come already."""
     calls = []
     for tool in tools:
         function = tool["function"]
@@ -149,9 +178,41 @@ def _framed(rules: _Rules, frame: _Frame, tools: Sequence[Mapping[str, Any]], pa
             calls.append(frame.call(rules, function["name"], function.get("parameters")))
         except UnsupportedSchema as error:
             raise UnsupportedSchema(f"tool {function['name']}: {error}") from None
-    one = rules.rule(f"{rules.literal(*frame.opens)} {rules.either(calls)} {rules.literal(*frame.closes)}")
-    more = f"({rules.literal(*frame.between)} {one})*" if parallel and not frame.is_single else ""
-    return rules.rule(f"{rules.literal(*frame.start)} {one} {more} {rules.literal(*frame.stop)}")
+    call = f"{rules.either(calls)} {rules.literal(*frame.closes)}"
+    start, opens = (frame.start[is_led:], frame.opens) if frame.start else ((), frame.opens[is_led:])
+    more = f"({rules.literal(*frame.between, *frame.opens)} {call})*" if parallel and not frame.is_single else ""
+    return rules.rule(f"{rules.literal(*start, *opens)} {call} {more} {rules.literal(*frame.stop)}")
+
+
+def _amid_text(
+    rules: _Rules, family: Family, frames: Sequence[_Frame], tools: Sequence[Mapping[str, Any]], parallel: bool
+) -> str:
+    """Text with calls in it, or without: where a family's tag comes, or what begins a call without one, a call does."""
+    syntax = family.syntax
+    if syntax is None:
+        told = rules.rule(f"{rules.literal('<|channel|>', 'commentary', '<|message|>')} {rules.text_until('<|end|>')}")
+        final = f"{rules.literal('<|channel|>', 'final', '<|message|>')} TEXT"
+        calls = [_framed(rules, frame, tools, parallel) for frame in frames]
+        return f"({told} {rules.literal('<|start|>', 'assistant')})* {rules.either([*calls, final])}"
+    amid = [frame for frame in frames if frame.lead and frame.lead not in syntax.bare]
+    others = [tag for tag in syntax.begins if tag[0] in "<["]  # a word that may begin a call is only a word here
+    tags = [tag for tag in dict.fromkeys([*(frame.lead for frame in amid), *others]) if not rules.is_token(tag)]
+
+    def text(pattern: str, end: str = "") -> str:
+        """Text in which no tag is, and that does not begin as a call without one."""
+        not_in = [f"(?s:.*){_pattern(tag)}(?s:.*)" for tag in tags if tag != end]
+        not_in += [f"\\s*[{_pattern(syntax.bare)}](?s:.*)"] if syntax.bare else []
+        whole = rules.terminal(f"/{pattern}/{''.join(f' & ~/{each}/' for each in not_in)}")
+        return rules.rule(whole, "[lazy]") if end else whole
+
+    free, parts = text("(?s:.*)"), []
+    for frame in amid:
+        is_token = rules.is_token(frame.lead)
+        before = free if is_token else text(f"(?s:.*){_pattern(frame.lead)}", frame.lead)
+        parts.append(f"{before} {_framed(rules, frame, tools, parallel, not is_token)}")
+    bare = [_framed(rules, frame, tools, parallel) for frame in frames if frame not in amid]
+    with_calls = f"({rules.either(parts)}){'*' if parallel else '?'}" if parts else ""
+    return rules.either([*bare, f"{with_calls} {free}"])
 
 
 def _thought(rules: _Rules, family: Family, is_reasoning: bool) -> str:
@@ -163,8 +224,7 @@ def _thought(rules: _Rules, family: Family, is_reasoning: bool) -> str:
     if reasoning is None:
         return ""
     thought = f"{rules.text_until(*reasoning.ends)} SPACE"
-    begins = rules.rule(" | ".join(map(rules.literal, reasoning.begins)))
-    return thought if is_reasoning else f"({begins} {thought})?"
+    return thought if is_reasoning else f"({rules.tag(*reasoning.begins)} {thought})?"
 
 
 # --- calls with arguments in JSON -----------------------------------------------------------------------
@@ -361,7 +421,7 @@ FRAMES: dict[str, tuple[_Frame, ...]] = {
     "llama3_json": (_Frame(_object(arguments_key="parameters"), between=("; ",)),),
     "mistral": (
         _Frame(_object(), start=("[TOOL_CALLS]", " ["), stop=("]",), **_LIST),
-        _Frame(_named(("[TOOL_CALLS]",), ("[ARGS]",))),
+        _Frame(_named((), ("[ARGS]",)), opens=("[TOOL_CALLS]",)),
     ),
     "cohere": (
         _Frame(
@@ -427,7 +487,7 @@ FRAMES: dict[str, tuple[_Frame, ...]] = {
     "llama4_pythonic": (_Frame(_python, start=("<|python_start|>", "["), stop=("]", "<|python_end|>"), **_LIST),),
     "lfm2": (_Frame(_python, start=("<|tool_call_start|>", "["), stop=("]", "<|tool_call_end|>"), **_LIST),),
     "olmo3": (_Frame(_python, start=("<function_calls>", "\n"), between=("\n",), stop=("\n", "</function_calls>")),),
-    "gemma3": (_Frame(_python, start=("```tool_code\n",), between=("\n",), stop=("\n```",)),),
+    "gemma3": (_Frame(_python, start=("```tool_code", "\n"), between=("\n",), stop=("\n```",)),),
     "gemma4": (_Frame(_braces('<|"|>'), opens=("<|tool_call>",), closes=("<tool_call|>",)),),
     "functiongemma": (_Frame(_braces("<escape>"), opens=("<start_function_call>",), closes=("<end_function_call>",)),),
 }

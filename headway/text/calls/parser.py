@@ -57,10 +57,12 @@ class AnswerParser:
         broken = self._out.num_broken
         return self._out.num_calls - broken, broken, int(self._out.is_malformed)
 
-    def push(self, text: str) -> None:
-        """Take what comes next."""
-        self._scan.push(text)
-        self._advance()
+    def push(self, text: str, tokens: int = 0) -> None:
+        """Take what comes next, and of how many tokens it is."""
+        self._out.tokens += tokens
+        if text:
+            self._scan.push(text)
+            self._advance()
 
     def finish(self) -> None:
         """The answer has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -133,21 +134,76 @@ def test_valid_calls_are_accepted_and_others_are_not(way: str, is_special: bool)
         assert calls[0].name == calls[1].name or not vocabulary.accepts(named, write(calls[:1]))
 
 
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_amid_text_are_valid_or_not_there(way: str, is_special: bool) -> None:
+    parser, write = WRITTEN[way]
+    family = family_of("", parser, "none")
+    assert family.calls is not None
+    vocabulary = Vocabulary(special_tags(family.calls) if is_special else ())
+    is_bare = family.syntax is not None and bool(family.syntax.bare)
+    final, told = "", "Let me see. <x> 1 < 2\n"
+    if parser == "openai":
+        final, told = "<|channel|>final<|message|>", f"<|channel|>commentary<|message|>{told}<|end|><|start|>assistant"
+    for seed in range(0, 200, 32):
+        made = [tool_and_call(seed), tool_and_call(seed + 1000)]
+        tools, calls = [tool for tool, _ in made], [call for _, call in made]
+        matcher = vocabulary.matcher(grammar_for(family, tools, "auto", token_ids=vocabulary.ids))
+        wrong = write([spoilt(calls[0], tools[0], random.Random(seed))]).removesuffix("<|call|>")
+        right = write(calls[:1]).removesuffix("<|call|>")
+        for before in ("",) if is_bare else ("", told):
+            assert vocabulary.accepts(matcher, before + right), before + right
+            assert not vocabulary.accepts(matcher, before + wrong), before + wrong
+            assert not vocabulary.accepts(matcher, before + right[:-1]), right
+        for text in ("Hello < you, [1] {x}\n<tool", "" if not final else "x"):
+            assert vocabulary.accepts(matcher, final + text)
+        if parser != "openai":
+            assert vocabulary.accepts(matcher, write(calls))
+            single = vocabulary.matcher(grammar_for(family, tools, "auto", parallel=False, token_ids=vocabulary.ids))
+            assert not vocabulary.accepts(single, write(calls)) and vocabulary.accepts(single, right)
+
+
+def test_thoughts_before_text_are_free() -> None:
+    tool, call = tool_and_call(1)
+    text, family = WRITTEN["hermes"][1]([call]), family_of("", "hermes", "think")
+    for special in ((), ("<think>", "</think>", "<tool_call>", "</tool_call>")):
+        vocabulary = Vocabulary(special)
+        free, begun = (
+            vocabulary.matcher(grammar_for(family, [tool], "auto", is_reasoning=begun, token_ids=vocabulary.ids))
+            for begun in (False, True)
+        )
+        thought = "I could write a tool_call.\n" if special else "I could write <tool_call> here.\n"
+        assert vocabulary.accepts(free, f"<think>{thought}</think>\n\nHm. {text}")
+        assert vocabulary.accepts(begun, f"{thought}</think>Hm. {text}")
+        assert not vocabulary.accepts(begun, f"{thought}</think>Hm. {text.replace('arguments', 'args')}")
+
+
 def test_every_family_has_a_grammar() -> None:
+    """Also of schemas as the server gives them, which say how the library is to write them."""
     assert FRAMES.keys() == CALLS.keys()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "x-guidance": {"lenient": True}}
+    for parser, choice in itertools.product(CALLS, ("required", "auto")):
+        function = {"name": "f", "parameters": schema}
+        Vocabulary().matcher(grammar_for(family_of("", parser), [{"type": "function", "function": function}], choice))
     assert {WRITTEN[way][0].replace("deepseek_v31", "deepseek_v3") for way in WAYS} == CALLS.keys()
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_grammar_leads_to_is_a_call(way: str) -> None:
+def test_what_a_grammar_leads_to_is_a_call(way: str, choice: str) -> None:
     """Answers that follow the grammar by chance parse into calls of the tools."""
     family = family_of("", WRITTEN[way][0], "none")
     vocabulary, reached = Vocabulary(), 0
+    assert family.calls is not None
+    lead = next(FRAMES[name][0].lead for name, each in CALLS.items() if each is family.calls)
+    lead = lead or ("<|channel|>commentary to=" if family.is_harmony else "{")
+    begins = list(lead.encode()) if choice == "auto" else []  # it would not come by chance
     for seed in range(4):
         dice = random.Random(seed)
         tool, _ = tool_and_call(seed)
-        matcher = vocabulary.matcher(grammar_for(family, [tool], parallel=False))
-        said = bytearray()
+        matcher = vocabulary.matcher(grammar_for(family, [tool], choice, parallel=False))
+        matcher.consume_tokens(begins)
+        said = bytearray(begins)
         while not matcher.is_stopped() and len(said) < 3000:
             mask = matcher.compute_bitmask()
             allowed = [byte for byte in range(256) if mask[byte // 8] >> (byte % 8) & 1]
@@ -164,7 +220,7 @@ def test_what_a_grammar_leads_to_is_a_call(way: str) -> None:
         answer = AnswerParser(family, {tool["function"]["name"]: tool["function"]["parameters"]})
         answer.push(said.decode(errors="replace"))
         answer.finish()
-        assert answer.num_calls == 1, said
+        assert answer.outcome == (1, 0, 0), said
     assert reached
 
 
