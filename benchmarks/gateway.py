@@ -122,7 +122,8 @@ def measure(kind: str, requests: list[PlannedRequest], gap_ms: int, cores: tuple
     found = {"failed": float(len(outcome.records) - len(records)), "memory_mb": memory}
     for name, values in (("ttft", first), ("e2e", whole)):
         found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in (50, 99)}
-    if used:
+    if process is not None:
+        used = max(used, 0.01)  # the clock of processes has that resolution
         found |= {"requests_a_core_second": len(records) / used, "chunks_a_core_second": chunks / used}
     return found
 

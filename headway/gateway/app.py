@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from headway.gateway.asked import POSTS, Api, Body, body_of
 from headway.gateway.exchange import Exchange
 from headway.gateway.gateway import Gateway
 from headway.gateway.metrics import CONTENT_TYPE
+from headway.gateway.relay import Relay
 from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.edge.streaming import EventStream, unless_gone
+from headway.server.edge.streaming import wait_until_gone
 from headway.server.errors import ApiError, ClientGone
 
 EXPOSITION_EVERY_S = 0.1
@@ -39,6 +41,7 @@ class Application:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._gone: dict[Exchange, asyncio.Task[None]] = {}  # each is done when the client has gone
         exposition = partial(gateway.metrics.exposition, bool(gateway.settings.metrics_keys))
         self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
         self._gets: dict[str, Callable[[], Response]] = {
@@ -90,7 +93,7 @@ class Application:
                 gateway.quotas.refuse_if_over(access.tenant)
         async with gateway.bodies.received(request) as received:
             body, raw = body_of(received), bytes(received)
-        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body))
+        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end)
         return await self._run(request, exchange, api)
 
     async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Response:
@@ -101,24 +104,31 @@ class Application:
         async with self._gateway.bodies.received(request) as received:
             raw = bytes(received)
         return await self._run(
-            request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms()), api
+            request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms(), self._end), api
         )
 
     async def _run(self, request: Request, exchange: Exchange, api: Api) -> Response:
         gateway = self._gateway
         gateway.begin()
+        gone = asyncio.create_task(wait_until_gone(request.receive))
+        gone.add_done_callback(exchange.leave)
+        self._gone[exchange] = gone
         streams = False
         try:
             gateway.enlist(exchange)
             if api.is_work:
                 exchange.enter()
-            answer = await unless_gone(request.receive, exchange.answer())
-            streams = isinstance(answer, EventStream)
+            answer = await exchange.answer()
+            streams = isinstance(answer, Relay)
             return answer
         finally:
             if not streams:
-                exchange.release()
-                gateway.end()
+                self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        self._gone.pop(exchange).cancel()
+        exchange.release()
+        self._gateway.end()
 
     def _terms(self, request: Request, body: Body) -> Terms:
         """What a request is promised: without files of classes or tenants no more than it asks for itself."""

@@ -185,7 +185,7 @@ class Attempt:
         now = self.first_token_ns = clock()
         self._place.had_output(0, now)
         if self._work is not None:
-            self.member.seen.ttft.observe(self._work, now - self.sent_ns)
+            self.member.seen.answered(self._work, now - self.sent_ns)
         self._on_token()
 
     def _write(self, data: bytes) -> None:

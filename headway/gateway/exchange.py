@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
@@ -15,13 +17,14 @@ from headway.gateway.events import ABSENT, EventReader, Part, decode_part, is_er
 from headway.gateway.gateway import Gateway
 from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
+from headway.gateway.relay import Relay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.admission.queue_bound import Place
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.edge import REQUEST_ID
-from headway.server.edge.streaming import EventStream, EventWriter, event
-from headway.server.errors import ApiError, anthropic_error, unavailable
+from headway.server.edge.streaming import EventWriter, event
+from headway.server.errors import ApiError, ClientGone, anthropic_error, unavailable
 from headway.server.quotas import Charge
 
 # Headers that are passed on, each way; of others only those that begin like these.
@@ -46,6 +49,7 @@ class Exchange:
 
     Args:
         raw: its body.
+        done: called when a stream that it was answered with has ended.
     """
 
     def __init__(
@@ -57,15 +61,17 @@ class Exchange:
         body: Body,
         raw: bytes,
         terms: Terms,
+        done: Callable[[Exchange], None],
     ) -> None:
         self._gateway, self._request, self._path, self._api = gateway, request, path, api
-        self._body, self._raw, self.terms = body, raw, terms
+        self._body, self._raw, self.terms, self._done = body, raw, terms, done
         self._place: Place | None = None
         self._joined = Joined(request.scope[ARRIVED], clock())
         self.ask = ask_of(body, request.headers, terms.service.name, terms.ttft_ms)
         self.charge: Charge | None = None
         self._hides_usage = False
         self._abort: ApiError | None = None
+        self._is_gone = False
         self._attempt: Attempt | None = None
 
     # --- the end, from outside --------------------------------------------------------------------------
@@ -76,6 +82,13 @@ class Exchange:
         attempt = self._attempt
         if attempt is not None:
             attempt.give_up(UpstreamFailed("aborted", error.message))
+
+    def leave(self, gone: asyncio.Future[None]) -> None:
+        """Note that the client has gone."""
+        if not gone.cancelled():
+            self._is_gone = True
+            if self._attempt is not None:
+                self._attempt.give_up(UpstreamFailed("gone", "the client went away"))
 
     def release(self) -> None:
         """Give back all that it holds; may be called again."""
@@ -93,12 +106,12 @@ class Exchange:
     # --- attempts ---------------------------------------------------------------------------------------
 
     async def answer(self) -> Response:
-        """The answer, or the stream that will make it. Raises ApiError."""
+        """The answer, or the stream that will make it. Raises ApiError, and ClientGone."""
         gateway, tried, attempts = self._gateway, set[Member](), 0
         gateway.retries.earn()
         home = gateway.home_of(self._body.previous_response_id)
         serving = [] if home else gateway.serving(self._body)
-        while True:
+        while not self._is_gone:
             self.ask.ttft_ms = self._left_ms(self.terms.ttft_ms)
             self._refuse_if_late()
             member = gateway.route(self.ask, serving, tried, home)
@@ -110,6 +123,8 @@ class Exchange:
             try:
                 await attempt.begin(self._request_for(member))
             except UpstreamFailed as error:
+                if self._is_gone:
+                    break
                 attempt.end(error.kind, None if error.kind == "aborted" else True)
                 if self._abort is None and self._may_retry(attempts, serving, tried):
                     gateway.metrics.retried(error.kind)
@@ -124,6 +139,7 @@ class Exchange:
                 gateway.metrics.retried(f"status_{head.status}")
                 continue
             return self._streamed(attempt, head) if head.is_stream else self._whole(attempt, head)
+        raise ClientGone
 
     def _may_retry(self, attempts: int, serving: list[Member], tried: set[Member]) -> bool:
         gateway = self._gateway
@@ -224,37 +240,28 @@ class Exchange:
             body = with_field(body, b"timings", part.timings, timings)
         return body, as_header(joined.phases(phases, attempt.sent_ns, ended_ns))
 
-    def _streamed(self, attempt: Attempt, head: Head) -> Response:
-        gateway = self._gateway
+    def _streamed(self, attempt: Attempt, head: Head) -> Relay:
+        timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
+        headers = self._headers(attempt, head) | {"server-timing": timing}
+        headers["content-type"] = "text/event-stream; charset=utf-8"
+        return Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
 
-        async def events(writer: EventWriter) -> None:
-            attempt.attach(writer)
-            failure = await attempt.done
-            said = attempt.events
-            if failure is None:
-                attempt.end("error_event" if said.error else "ok", said.error)
-                if not said.error:
-                    self._settle(attempt, None)
-                self._count(attempt)
-                return
+    def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
+        """The backend's stream has ended."""
+        attempt = self._attempt
+        assert attempt is not None
+        said = attempt.events
+        if failure is None:
+            attempt.end("error_event" if said.error else "ok", said.error)
+            if not said.error:
+                self._settle(attempt, None)
+            self._count(attempt)
+        elif not self._is_gone:
             attempt.end(f"stream_{failure.kind}", None if failure.kind == "aborted" else True)
-            error = self._error(attempt.member, failure)
             logger.warning("a stream of %s failed: %s", attempt.member.entry.name, failure)
             if self.charge is not None:
                 self.charge.settle(None)
-            writer.push(_error_event(self._api, error))
-
-        stream = EventStream(events, gateway.settings, self._end)
-        stream.status_code = head.status
-        now = clock()
-        timing = self._joined.phases({}, attempt.sent_ns, now)
-        stream.headers.update(self._headers(attempt, head) | {"server-timing": as_header(timing)})
-        stream.headers["content-type"] = "text/event-stream; charset=utf-8"
-        return stream
-
-    def _end(self) -> None:
-        self.release()
-        self._gateway.end()
+            writer.push(_error_event(self._api, self._error(attempt.member, failure)))
 
     # --- what comes -------------------------------------------------------------------------------------
 

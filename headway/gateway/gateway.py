@@ -181,6 +181,8 @@ class Gateway(Door):
         able = [each for each in serving if each not in tried and each.takes(ask, now)]
         if not able:
             raise self._why_none(ask, serving, now)
+        if len(able) == 1:
+            return able[0]
         for each in able:
             each.seen.share = each.breaker.share(now)
         return able[self.router.choose(ask, [each.seen for each in able])]

@@ -296,7 +296,7 @@ class Fleet:
         first = answers[0]
         work, sent_ns = self._learning.pop(first.request_id, (None, 0))
         if work is not None and first.token_ns:
-            replica.seen.ttft.observe(work, first.token_ns[0] - sent_ns)
+            replica.seen.answered(work, first.token_ns[0] - sent_ns)
         if replica.role == PREFILL and first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
             sent_ns = max(first.ended_ns, replica.sends_until_ns) + replica.handover.ns(first.prompt_len)
             replica.sends_until_ns = sent_ns

@@ -123,19 +123,21 @@ def raw_backend(handler: Handler) -> Iterator[str]:
     loop, ready, urls = asyncio.new_event_loop(), threading.Event(), list[str]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"GET"):
-                    body = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
-                    writer.write(
-                        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-                        % (len(body), body)
-                    )
-                    continue
-                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                await handler(head, await reader.readexactly(length), writer)
-        writer.close()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    if head.startswith(b"GET"):
+                        body = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+                        writer.write(
+                            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                            % (len(body), body)
+                        )
+                        continue
+                    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                    await handler(head, await reader.readexactly(length), writer)
+        finally:
+            writer.close()
 
     async def run() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)

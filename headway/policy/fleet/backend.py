@@ -16,6 +16,8 @@ from headway.policy.step.step_time import StepTimeModel, StepWork
 
 # Tokens of a block whose hash is remembered, and the most blocks of one prompt that are looked at.
 BLOCK_TOKENS, MOST_BLOCKS = 64, 1024
+# Answers of a backend from all of which its times are learnt, and of later ones every so many: it takes some 40 us.
+LEARNT_ALL, LEARNT_EVERY = 256, 8
 # Blocks that are remembered of what a backend was sent: four million tokens, in some 10 MB.
 REMEMBERED_BLOCKS = 2**16
 
@@ -118,6 +120,7 @@ class Backend:
     share: float = 1.0
     prefixes: Prefixes = field(default_factory=Prefixes)
     ttft: StepTimeModel = field(default_factory=StepTimeModel)
+    _answers: int = 0
 
     @property
     def load(self) -> tuple[float, float]:
@@ -136,10 +139,16 @@ class Backend:
         return StepWork(of_all.tokens + round(ask.tokens * (1.0 - self.cached_share(ask))), of_all.choices)
 
     def sent(self, ask: Ask) -> StepWork:
-        """Note the prompt of a request that is about to go there. `ttft` can learn from the work, and from the time."""
+        """Note the prompt of a request that is about to go there. answered() is told of the work."""
         work = self.work_of(ask)
         self.prefixes.add(ask.blocks)
         return work
+
+    def answered(self, work: StepWork, ttft_ns: int) -> None:
+        """Learn from the first token of a request that was sent there: from all at first, and then from some."""
+        self._answers += 1
+        if self._answers <= LEARNT_ALL or not self._answers % LEARNT_EVERY:
+            self.ttft.observe(work, ttft_ns)
 
     def predicted_ttft_ns(self, ask: Ask) -> float:
         """Nanoseconds until the first token of a request, if it were sent there; 0 while too few were measured."""

@@ -7,6 +7,7 @@ own past; they read no clock. The gateway and the simulator's fleet ask the same
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -125,6 +126,8 @@ class Slack(Scorer):
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
         due_ns = ask.ttft_ms * 1e6
+        if due_ns == math.inf:
+            return [1.0] * len(backends)
         predicted = [each.predicted_ttft_ns(ask) for each in backends]
         return [1.0 if ns <= due_ns else max(0.0, due_ns) / ns for ns in predicted]
 
