@@ -54,8 +54,8 @@ def serve() -> None:
     from headway.cli import main
     from headway.engine.client import EngineClient
     from headway.engine.messages import EngineOutputs
-    from headway.server.api.streaming import EventWriter
     from headway.server.edge.connection import Connection
+    from headway.server.edge.streaming import EventWriter
 
     made: list[int] = []
     written: list[int] = []

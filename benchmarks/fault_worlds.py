@@ -18,7 +18,7 @@ from headway.policy.admission.quota import Quotas
 from headway.policy.admission.tenants import NO_TENANTS, TenantTable
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.swap import SwapSpace
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import SCORERS, router_of
 from headway.policy.fleet.scaling import Scaler, ScalingRule
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.policy.objectives.slo import first_of_ranks
@@ -198,7 +198,7 @@ class World:
         if not has_roles and rng.random() < 0.2:
             rule = ScalingRule(len(servers), len(servers) + 3, rng.randrange(1, 10), rng.choice([0.0, 2.0]))
             scaling = Scaling(Scaler(rule), self._server, rng.choice([0, SECOND]))
-        router = ROUTERS[rng.choice(list(ROUTERS))](self.classes)
+        router = router_of(rng.choice(list(SCORERS)), self.classes)
         self.fleet = Fleet(servers, router, None, self._sends, scaling, self._failures(count) if count > 1 else ())
 
     def clock(self, now: int) -> int:

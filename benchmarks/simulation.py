@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.machine import about, save
 from headway.bench.client.load import collector_off
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import router_of
 from headway.policy.step.options import SchedulingOptions
 from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
@@ -84,7 +84,7 @@ def run(requests: int, rate: float, replicas: int) -> tuple[Fleet, Seen]:
     made = [deploy(options, scheduling) for _ in range(replicas)]
     servers = [replace(each, timing=made[0].timing).server() for each in made]
     seen = Seen(requests)
-    fleet = Fleet(servers, ROUTERS["least-loaded"](scheduling.classes), seen.after, keeps_answers=False)
+    fleet = Fleet(servers, router_of("least-loaded", scheduling.classes), seen.after, keeps_answers=False)
     with collector_off():
         fleet.run(arrivals(requests, rate * replicas))
     return fleet, seen

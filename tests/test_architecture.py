@@ -99,6 +99,23 @@ ROOMS = {
         },
         forbidden=NO_DEVICE,
     ),
+    "gateway": Room(
+        ours={
+            "gateway",
+            "server.edge",
+            "server.admission",
+            "server.classes",
+            "server.door",
+            "server.errors",
+            "server.metrics.families",
+            "server.metrics.tenants",
+            "server.quotas",
+            "policy",
+            "config_files",
+            "flags",
+        },
+        forbidden=NO_DEVICE,
+    ),
     "llm": Room(
         ours={
             "llm",
@@ -306,6 +323,8 @@ def test_who_decides_calls_nothing_outside() -> None:
         ("engine", "from headway.text.tokenizer import Tokenizer"),
         ("server", "from headway.engine.runner import Runner"),
         ("server", "import torch"),
+        ("gateway", "from headway.server.service import Service"),
+        ("gateway", "from headway.engine.client import EngineClient"),
         ("bench", "from headway.cli import main"),
         ("models", "import transformers"),
     ],
@@ -337,7 +356,19 @@ def test_the_planner_follows_a_load_in_one_place() -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {"policy", "cost", "text", "grammars", "server", "report", "bench", "planner", "simulator", "cli"}
+    rooms = {
+        "policy",
+        "cost",
+        "text",
+        "grammars",
+        "server",
+        "gateway",
+        "report",
+        "bench",
+        "planner",
+        "simulator",
+        "cli",
+    }
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [
         PACKAGE / name
@@ -392,7 +423,18 @@ def test_version_is_said_once() -> None:
 
 
 # Rooms of the extra `serve`; all others do with what `pip install headway` brings.
-OF_THE_EXTRA = {"batch.py", "calibration", "engine", "grammars", "kernels", "llm", "models", "quantize", "server"}
+OF_THE_EXTRA = {
+    "batch.py",
+    "calibration",
+    "engine",
+    "gateway",
+    "grammars",
+    "kernels",
+    "llm",
+    "models",
+    "quantize",
+    "server",
+}
 # Other halves of declared dependencies, which pin them: of torch's CUDA build, numba and pydantic.
 BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 

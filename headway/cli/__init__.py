@@ -18,6 +18,8 @@ from headway.installation import EngineNotInstalled
 
 COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
+    "gateway": "Serve many OpenAI-compatible servers behind one door.",
+    "up": "Serve several models of this machine behind one door.",
     "batch": "Answer a file of requests, with its own engine or a running server.",
     "chat": "Talk to a model in the terminal, and see the timings of each answer.",
     "models": "List the models that can be served here, or that a server serves.",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.policy.objectives.service_class import InvalidEntry
 
 T = TypeVar("T")
+MOST = 1e9  # of a number of a file where nothing else is said, such as seconds
 HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)")
 
 
@@ -67,3 +68,28 @@ def line_of(text: str, *path: str | int) -> int:
 
 def _gives(line: str, key: str | int | None) -> bool:
     return re.match(rf"\s*[\"']?{re.escape(str(key))}[\"']?\s*[.=]", line) is not None
+
+
+def check_keys(entry: Mapping[str, Any], keys: Iterable[str], what: str) -> None:
+    """Raise InvalidEntry for a key that a table does not have."""
+    for key in entry:
+        if key not in keys:
+            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(keys)}", key)
+
+
+def number(entry: Mapping[str, Any], key: str, least: float, most: float = MOST) -> float:
+    """The number of a key, which must be there. Raises InvalidEntry."""
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
+        raise InvalidEntry(f"{said}; give a number from {least:g} to {most:g}", key)
+    return value
+
+
+def whole_number(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    """The whole number of a key, which must be there. Raises InvalidEntry."""
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
+        raise InvalidEntry(f"{said}; give a whole number from {least} to {most}", key)
+    return value

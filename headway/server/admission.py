@@ -7,8 +7,8 @@ import time
 from headway.engine.messages import Ready
 from headway.policy.admission.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
 from headway.policy.objectives.service_class import BUILT_IN, ServiceClass
+from headway.server.edge.settings import EdgeSettings
 from headway.server.errors import ApiError, bad_request, too_many
-from headway.server.settings import ServerSettings
 
 clock = time.monotonic_ns
 _FLAGS = {"choices": "--max-num-queued-reqs", "tokens": "--max-num-queued-tokens"}
@@ -18,7 +18,7 @@ _WHAT = {"choices": "choices{} are waiting or running", "tokens": "prompt tokens
 class Admission:
     """The bounds of each class and of all requests; the latter comes when the engine has said how large it is."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: EdgeSettings) -> None:
         self._settings = settings
         self._ready: Ready | None = None
         self.queues = Queues(QueueLimits(), BUILT_IN)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from headway import __version__
 from headway.engine.client import EngineClient
@@ -30,22 +28,12 @@ from headway.server.batches.objects import BatchBody
 from headway.server.batches.routes import BatchRoutes
 from headway.server.batches.store import Store
 from headway.server.batches.worker import Batches
-from headway.server.edge.edge import CrossOrigin, Edge
+from headway.server.edge.edge import Edge, cross_origin
 from headway.server.errors import install_handlers
 from headway.server.service import Service
 from headway.server.settings import ServerSettings
 from headway.text.chat_template import ChatTemplate
 from headway.text.tokenizer import Tokenizer
-
-# Headers of answers that pages of other origins may read.
-EXPOSED_HEADERS = (
-    "x-request-id",
-    "retry-after",
-    "retry-after-ms",
-    "server-timing",
-    "x-headway-ignored-headers",
-    "x-headway-relaxed",
-)
 
 
 def create_app(
@@ -95,7 +83,7 @@ def create_app(
         keys=lambda: service.keys,
         pace=service.pace,
         metrics_keys=settings.metrics_keys,
-        cross_origin=_cross_origin(settings),
+        cross_origin=cross_origin(settings),
     )
     install_handlers(app)
     make_document = app.openapi
@@ -131,20 +119,6 @@ def create_app(
     for path, handler in (("/openapi.json", openapi_json), ("/docs", docs)):
         app.add_api_route(path, handler, methods=["GET"], include_in_schema=False)
     return app
-
-
-def _cross_origin(settings: ServerSettings) -> Callable[[ASGIApp], ASGIApp] | None:
-    """The layer that lets pages of other origins in; None where no other origin is allowed."""
-    if not settings.allowed_origins:
-        return None
-    return partial(
-        CrossOrigin,
-        allow_origins=settings.allowed_origins,
-        allow_methods=settings.allowed_methods or ("*",),
-        allow_headers=settings.allowed_headers or ("*",),
-        allow_credentials=settings.allow_credentials,
-        expose_headers=EXPOSED_HEADERS,
-    )
 
 
 def _batches(app: FastAPI, service: Service) -> Batches | None:

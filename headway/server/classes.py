@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from headway.config_files.tenants import Access
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.objectives.service_class import BUILT_IN, MOST_MS, ClassTable, ServiceClass
-from headway.server.api.schemas import RequestBody
 from headway.server.errors import ApiError, bad_request
 
 CLASS_HEADER = "x-headway-service-class"
 TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+
+
+class NamesClass(Protocol):
+    """A body that may name a class, in either of two ways."""
+
+    service_class: str | None
+    service_tier: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class Terms:
 
 
 def terms_of(
-    table: ClassTable, access: Access, body: RequestBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: NamesClass, headers: Mapping[str, str], ignored: list[str]
 ) -> Terms:
     """The terms of a request with this access.
 
@@ -67,14 +74,14 @@ def terms_of(
             code="service_class_not_allowed",
             kind="permission_error",
         )
-    ttft_ms = _objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
-    tpot_ms = _objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
+    ttft_ms = objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
+    tpot_ms = objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
     named = body.service_tier if body.service_tier != "auto" else None
     return Terms(service, named or table.tier_of(service), ttft_ms, tpot_ms, access.tenant)
 
 
 def _class_of(
-    table: ClassTable, access: Access, body: RequestBody, headers: Mapping[str, str], ignored: list[str]
+    table: ClassTable, access: Access, body: NamesClass, headers: Mapping[str, str], ignored: list[str]
 ) -> ServiceClass:
     """The class: that of the body, else that of the header, else the key's default."""
     tier, name = body.service_tier, body.service_class
@@ -109,8 +116,8 @@ def _default_of(table: ClassTable, access: Access) -> ServiceClass:
     return table.named(access.best) if above else table.default_class
 
 
-def _objective(headers: Mapping[str, str], name: str, of_class: float, ignored: list[str]) -> float:
-    """The objective in milliseconds: that of the header where it is tighter."""
+def objective(headers: Mapping[str, str], name: str, of_class: float, ignored: list[str]) -> float:
+    """An objective in milliseconds: that of the header where it is tighter than the class's. Raises ApiError 400."""
     given = headers.get(name)
     if given is None:
         return of_class

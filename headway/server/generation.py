@@ -119,10 +119,11 @@ class Generation:
         self._unfinished = self._unsettled = len(self.choices)
         service.enlist(self)
         try:
-            outputs = params if pooling is None else []
-            self._charge = (
-                service.quotas.reserve(terms.tenant, prompts, outputs) if service.quotas is not None else None
-            )
+            self._charge: Charge | None = None
+            if service.quotas is not None:
+                tokens = sum(len(prompt.token_ids) for prompt in prompts)
+                outputs = [(each.n, each.max_tokens or 1) for each in params] if pooling is None else []
+                self._charge = service.quotas.reserve(terms.tenant, tokens, outputs)
         except ApiError:
             service.generations.discard(self)
             raise

@@ -7,12 +7,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from headway.outputs.choices import TokenizedPrompt
 from headway.policy.admission.quota import TOTAL, UNITS, OverLimit, Quotas
 from headway.policy.admission.tenants import TenantTable
-from headway.policy.step.sampling_params import SamplingParams
 from headway.server.errors import ApiError, unavailable
 from headway.server.quota_journal import SYNC_S, QuotaJournal
 
@@ -97,14 +95,16 @@ class TenantQuotas:
         if over is not None:
             raise self._refusal(tenant, over)
 
-    def reserve(self, tenant: str, prompts: list[TokenizedPrompt], params: list[SamplingParams]) -> Charge:
+    def reserve(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> Charge:
         """Reserve what a request is expected to use: its prompts, and outputs as long as the tenant's latest ones.
+
+        Args:
+            outputs: how many outputs there are to be of each length at most.
 
         Raises:
             ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
         """
-        tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        tokens += sum(each.n * self.quotas.expected_output(tenant, each.max_tokens or 1) for each in params)
+        tokens = prompt_tokens + sum(n * self.quotas.expected_output(tenant, most) for n, most in outputs)
         try:
             made = self.quotas.reserve(tenant, tokens, self.clock())
         except OSError as error:

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
 
-from headway.config_files.classes import ClassFile, read_class_file
-from headway.config_files.tenants import Access, TenantFile, key_digest, read_tenant_file
+from headway.config_files.classes import ClassFile
+from headway.config_files.tenants import TenantFile
 from headway.engine.client import EngineClient
 from headway.engine.messages import Ready
 from headway.outputs.pooling import Pooler
@@ -18,16 +17,15 @@ from headway.policy.admission.queue_bound import Place
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.objectives.service_class import ServiceClass
 from headway.server.activity import Activity
-from headway.server.admission import Admission
 from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
-from headway.server.edge.pacing import READS_PER_TURN, Pace
+from headway.server.door import Door
+from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
-from headway.server.quotas import TenantQuotas
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.server.traces import tracer_of
@@ -40,11 +38,7 @@ from headway.text.tokenizer import Tokenizer
 logger = logging.getLogger("headway.server")
 
 
-class Abortable(Protocol):
-    def abort(self, error: ApiError) -> None: ...
-
-
-class Service:
+class Service(Door):
     """The state behind every route.
 
     Raises:
@@ -55,6 +49,10 @@ class Service:
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
     ) -> None:
+        if settings.tenants is not None and settings.data_dir is not None:
+            with contextlib.suppress(OSError):  # what is wrong with it the journal says
+                settings.data_dir.mkdir(parents=True, exist_ok=True)
+        super().__init__(settings)
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
@@ -77,24 +75,11 @@ class Service:
         self.metrics.add_encoder(self.encoder)
         self.metrics.add_grammars(self.grammars)
         self.created = int(time.time())
-        self.draining = False
-        self.in_flight = 0
-        self.generations: set[Abortable] = set()
-        self.admission = Admission(settings)
         self.pace = Pace()
-        self.reads = Pace(READS_PER_TURN)
         self.full_collections = FullCollections()
-        self.quotas: TenantQuotas | None = None
-        if settings.tenants is not None:
-            if settings.data_dir is not None:
-                with contextlib.suppress(OSError):  # what is wrong with it the journal says
-                    settings.data_dir.mkdir(parents=True, exist_ok=True)
-            self.quotas = TenantQuotas(settings.tenants.table, settings.journal)
+        if self.quotas is not None:
             self.metrics.add_tenants(self.quotas)
-        self._take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
-        self._refusal: ApiError | None = None
-        self._idle = asyncio.Event()
-        self._background: set[asyncio.Task[Any]] = set()
+        self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self.activity = Activity(engine)
         self.tracer = tracer_of(settings.otlp_endpoint, settings.trace_sample)
         engine.subscribe(self.metrics.on_step)
@@ -104,33 +89,15 @@ class Service:
 
     def reload_files(self) -> None:
         """Read the files of classes and of tenants again. If one is wrong, all stays as it is, and the log says so."""
-        classes, tenants = self.classes, self.tenants
-        try:
-            if classes.path:
-                classes = read_class_file(classes.path)
-            if tenants.path:
-                tenants = read_tenant_file(tenants.path)
-            tenants.check_classes(classes.table)
-            if self.keys and not (self.settings.api_keys or tenants.keys):
-                raise ValueError(
-                    f"{tenants.path} has no API key left, so everybody would have access; to allow that, restart"
-                )
-        except ValueError as error:
-            logger.error("classes and tenants are unchanged: %s", error)
-            return self.metrics.on_reload("failed")
-        if self.quotas is not None:
-            self.quotas.set_tenants(tenants.table)
-        self._take_files(classes, tenants)
-        self.engine.set_classes(classes.table, tenants.table.weights)
-        names = ", ".join(each.name for each in classes.table)
-        logger.info("service classes are now %s; there are %d API keys", names, len(self.keys))
-        self.metrics.on_reload("done")
+        if not self.has_files:
+            return
+        is_done = self.read_files_again()
+        if is_done:
+            self.engine.set_classes(self.classes.table, self.tenants.table.weights)
+        self.metrics.on_reload("done" if is_done else "failed")
 
-    def _take_files(self, classes: ClassFile, tenants: TenantFile) -> None:
-        self.classes, self.tenants = classes, tenants
-        self.keys = {key_digest(key.encode()): Access() for key in self.settings.api_keys} | tenants.keys
-        self.admission.queues.set_classes(classes.table)
-        self.admission.queues.set_tenants(tenants.table.weights if self.settings.tenants is not None else None)
+    def take_files(self, classes: ClassFile, tenants: TenantFile) -> None:
+        super().take_files(classes, tenants)
         self.metrics.settle()
         self.metrics.by_class.set_classes(classes.table)
         if self.metrics.by_tenant is not None:
@@ -153,8 +120,7 @@ class Service:
         Raises:
             ApiError: 503 while it loads, when it is dead or ends no step, and when the server shuts down.
         """
-        if self.draining:
-            raise unavailable("the server is shutting down", "shutting_down", 5, "rejected-shutting-down")
+        self.check_up()
         if self.engine.state == "ready" and self.engine.ready is not None:
             if self.engine.stalled_s:
                 reason = f"the engine has ended no step for {self.engine.stalled_s:.3g} s (--engine-timeout)"
@@ -187,70 +153,14 @@ class Service:
         self.admission.fit_to(self.check_ready())
         return self.admission.admit(choices, service, tenant)
 
-    def begin(self) -> None:
-        """Count a request as in flight, until end()."""
-        self.in_flight += 1
-        self._idle.clear()
-
     def end(self) -> None:
-        self.in_flight -= 1
+        super().end()
         self.full_collections.on_end(self.in_flight)
-        if not self.in_flight:
-            self._idle.set()
-
-    def enlist(self, generation: Abortable) -> None:
-        """Note a request that is about to use the engine.
-
-        Raises:
-            ApiError: 503 when the time for the shutdown was up before it began.
-        """
-        if self._refusal is not None:
-            raise self._refusal
-        self.generations.add(generation)
-
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let `work` go on after the answer that started it."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def keep_quotas(self) -> None:
-        """Keep what tenants have used, for ever."""
-        if self.quotas is not None:
-            await self.quotas.keep(lambda: not self.in_flight)
-
-    # --- the end ------------------------------------------------------------------------------------
-
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests; give those in flight `timeout_s` to finish, then end them with an error."""
-        self.draining = True
-        if await self._is_idle_within(timeout_s):
-            return
-        self._refusal = unavailable(
-            f"the server shut down before this request was finished (--shutdown-timeout {timeout_s:g})",
-            "shutting_down",
-            5,
-        )
-        for generation in list(self.generations):
-            generation.abort(self._refusal)
-        await self._is_idle_within(2.0)
-
-    def end_drain(self) -> None:
-        """Make drain() stop waiting."""
-        self._idle.set()
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        if not self.in_flight:
-            return True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        return not self.in_flight
 
     async def close(self) -> None:
         """Stop the engine and the threads."""
         self.full_collections.stop()
-        for task in list(self._background):
-            task.cancel()
+        self.end_background()
         await self.engine.stop()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from msgspec.structs import replace as with_fields
 
-from headway.policy.fleet.routing import ALIKE, Router
+from headway.policy.fleet.backend import Backend, ask_of
+from headway.policy.fleet.routing import Router
 from headway.policy.fleet.scaling import Scaler
 from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.request import NEVER, FinishReason
+from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import Answer
 from headway.simulator.server import After, Sends, Server
 from headway.simulator.traffic import Arrival
@@ -84,6 +86,7 @@ class Replica:
         routed: requests that it got.
         failures: how often it was gone.
         sends_until_ns: what it has computed of prompts.
+        seen: what routers see of it; the fleet gives that its name.
     """
 
     server: Server
@@ -96,6 +99,10 @@ class Replica:
     routed: int = 0
     failures: int = 0
     sends_until_ns: int = 0
+    seen: Backend = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = Backend("", self.server.queues, self.weight)
 
     def lasted_ns(self, began_ns: int, ended_ns: int) -> int:
         """How long this server was there in a run. One that has left was there until its last request had ended."""
@@ -140,7 +147,7 @@ class Fleet:
         self._keeps_answers = keeps_answers
         self.replicas: list[Replica] = []
         self._scaling = scaling
-        self._routers = {role: copy(router) for role in ("", *ROLES)}
+        self._routers = {role: deepcopy(router) for role in ("", *ROLES)}
         self._after = after
         self._sends = sends
         self._numbers = itertools.count()
@@ -149,16 +156,17 @@ class Fleet:
         self._lives: list[Generator[int, int, None]] = []
         self._until: list[int] = []  # up to which each must hear of all that comes
         self._waits: list[tuple[int, int]] = []
+        self._learning: dict[str, tuple[StepWork, int]] = {}  # of requests on servers: what each waits for, since when
         self._halfway: dict[str, tuple[Arrival, list[Answer]]] = {}  # requests of which the prompt is being computed
         for each in servers:
             self._start(each if isinstance(each, Replica) else Replica(each))
         self._first_role = PREFILL if any(replica.role for replica in self.replicas) else ""
-        self._are_alike = len({replica.weight for replica in self.replicas}) == 1
 
     def _start(self, replica: Replica) -> None:
         replica.server.after = partial(self._ended, replica)
         replica.server.keeps_answers = self._keeps_answers
         replica.server.now = replica.ready_ns
+        replica.seen.name = str(len(self.replicas))
         self.replicas.append(replica)
         self._lives.append(replica.server.life())
         self._until.append(NEVER)
@@ -256,11 +264,12 @@ class Fleet:
         if not ready:
             self._refuse(arrival, answers, role, now)
             return
-        queues = [self.replicas[at].server.queues for at in ready]
-        weights = ALIKE if self._are_alike else [self.replicas[at].weight for at in ready]
-        chosen = ready[self._routers[role].choose(arrival.request, queues, weights)]
+        router, ask = self._routers[role], ask_of(arrival.request)
+        chosen = ready[router.choose(ask, [self.replicas[at].seen for at in ready])]
         replica = self.replicas[chosen]
         replica.routed += 1
+        if router.learns:
+            self._learning[arrival.request.request_id] = replica.seen.sent(ask), now
         is_known = bool(answers)
         found = replica.server.accept(arrival, now, answers)
         if not is_known:
@@ -285,6 +294,9 @@ class Fleet:
     def _ended(self, replica: Replica, answers: list[Answer]) -> Iterable[Arrival]:
         """A request has ended on a server; what its client sends next is routed anew."""
         first = answers[0]
+        work, sent_ns = self._learning.pop(first.request_id, (None, 0))
+        if work is not None and first.token_ns:
+            replica.seen.answered(work, first.token_ns[0] - sent_ns)
         if replica.role == PREFILL and first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
             sent_ns = max(first.ended_ns, replica.sends_until_ns) + replica.handover.ns(first.prompt_len)
             replica.sends_until_ns = sent_ns
@@ -345,6 +357,7 @@ class Fleet:
         replica = self.replicas[at]
         replica.server.receive(now)
         replica.failures += 1
+        replica.seen.prefixes.clear()
         replica.ready_ns = max(replica.ready_ns, failure.back_ns)
         unbegun = replica.server.fail(now)
         self._lives[at] = replica.server.life()

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from headway.config_files.toml import parse, read_text
+from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
 from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
 from headway.simulator.changes import Changes, change
 from headway.simulator.fleet import ROLES, Failure
@@ -18,7 +18,7 @@ from headway.simulator.members import Kind
 _FILE_KEYS = ("replica", "failure", "random_failures")
 _KIND_KEYS = ("count", "role", "weight", "price_per_hour")
 _SHARED = ("model", "service-classes", "tenants")  # shared by all servers of a fleet
-MOST_REPLICAS, MOST_SECONDS = 10_000, 1e9
+MOST_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class FleetFile:
         """The failures in a run, in order of time. They do not end if there are random ones."""
         said = iter(self.failures)
         drawn = [self._random(replica, seed) for replica in range(self.count)] if self.every_s is not None else []
-        for at_s, replica, down_s in heapq.merge(((at, number, down) for number, at, down in said), *drawn):
+        for at_s, replica, down_s in heapq.merge(((at, replica, down) for replica, at, down in said), *drawn):
             at_ns = began_ns + round(at_s * 1e9)
             yield Failure(at_ns, replica, at_ns + round((down_s + startup_s) * 1e9))
 
@@ -81,9 +81,9 @@ def _file_of(path: str, content: Mapping[str, Any]) -> FleetFile:
     if not isinstance(random, dict):
         raise InvalidEntry("random_failures must be a table; write [random_failures]", "random_failures")
     with within("random_failures"):
-        _check_keys(random, ("every_s", "down_s"), "random_failures")
-        every_s = _number(random, "every_s", 1e-3) if random else None
-        down_s = _number(random, "down_s", 0.0) if random else 0.0
+        check_keys(random, ("every_s", "down_s"), "random_failures")
+        every_s = number(random, "every_s", 1e-3) if random else None
+        down_s = number(random, "down_s", 0.0) if random else 0.0
     return FleetFile(kinds, tuple(sorted(failures, key=lambda each: each[1])), every_s, down_s, path)
 
 
@@ -106,36 +106,14 @@ def _kind(entry: dict[str, Any]) -> Kind:
     if role not in ("", *ROLES):
         raise InvalidEntry(f"role is {role!r}; choose one of {', '.join(ROLES)}, or leave it out", "role")
     return Kind(
-        _whole_number(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
+        whole_number(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
         changes,
         role,
-        _number(entry, "weight", 1e-6) if "weight" in entry else None,
-        _number(entry, "price_per_hour", 0.0) if "price_per_hour" in entry else None,
+        number(entry, "weight", 1e-6) if "weight" in entry else None,
+        number(entry, "price_per_hour", 0.0) if "price_per_hour" in entry else None,
     )
 
 
 def _failure(count: int, entry: dict[str, Any]) -> tuple[int, float, float]:
-    _check_keys(entry, ("replica", "at_s", "down_s"), "a failure")
-    return _whole_number(entry, "replica", 0, count - 1), _number(entry, "at_s", 0.0), _number(entry, "down_s", 0.0)
-
-
-def _check_keys(entry: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
-    for key in entry:
-        if key not in keys:
-            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(keys)}", key)
-
-
-def _number(entry: Mapping[str, Any], key: str, least: float) -> float:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_SECONDS:
-        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
-        raise InvalidEntry(f"{said}; give a number from {least:g} to {MOST_SECONDS:g}", key)
-    return value
-
-
-def _whole_number(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        said = f"{key} is {value!r}" if key in entry else f"{key} is missing"
-        raise InvalidEntry(f"{said}; give a whole number from {least} to {most}", key)
-    return value
+    check_keys(entry, ("replica", "at_s", "down_s"), "a failure")
+    return whole_number(entry, "replica", 0, count - 1), number(entry, "at_s", 0.0), number(entry, "down_s", 0.0)

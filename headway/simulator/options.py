@@ -12,7 +12,7 @@ from headway.engine.config import ModelOptions
 from headway.flags import Flag
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import SCORERS, routing
 from headway.policy.fleet.scaling import ScalingRule
 from headway.policy.step.options import SchedulingOptions
 from headway.simulator.changes import WhatIf, parse_what_ifs
@@ -51,9 +51,16 @@ class SimulateOptions:
         Sweep | None, _load("Simulate several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse)
     ] = None
     replicas: Annotated[int, _fleet("Number of equal servers behind a router.", min=1, max=MOST_REPLICAS)] = 1
-    routing: Annotated[str, _fleet("How the router chooses a server for each request.", choices=tuple(ROUTERS))] = (
-        "least-loaded"
-    )
+    routing: Annotated[
+        str,
+        _fleet(
+            f"How the router chooses a server for each request: {', '.join(SCORERS)}, module:Class, or several with "
+            "weights, such as prefix-hits=2,least-loaded.",
+            parse=routing,
+            default="least-loaded",
+            metavar="SCORERS",
+        ),
+    ] = "least-loaded"
     max_replicas: Annotated[
         int | None, _fleet("Add replicas on demand, from --replicas up to this number.", min=1, max=MOST_REPLICAS)
     ] = None

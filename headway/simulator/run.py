@@ -26,7 +26,7 @@ from headway.load.workload.build import Workload, build_workload
 from headway.planner.models import names_taken
 from headway.planner.words import letter
 from headway.policy.admission.quota import TOTAL
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import router_of
 from headway.policy.fleet.scaling import Scaler
 from headway.report.console import print_table
 from headway.report.parts import Section
@@ -261,7 +261,7 @@ def answer(
             show(ended)
         return clients.after(answers)
 
-    fleet = Fleet(servers, ROUTERS[routing](classes), after, clients.sends, scaling, failures)
+    fleet = Fleet(servers, router_of(routing, classes), after, clients.sends, scaling, failures)
     with collector_off():
         fleet.run(clients.arrivals())
     clients.give_up_waiting()

@@ -12,8 +12,10 @@ import pytest
 from pydantic_core import from_json
 
 from headway.server.api import prompts, request_body
-from headway.server.api.request_body import MAX_VALUES, PIECE_BYTES, SMALL_BYTES, BodyReader, check_body
+from headway.server.api.request_body import MAX_VALUES, PIECE_BYTES, BodyReader, check_body
 from headway.server.api.schemas import ChatBody, CompletionBody, TokenIds
+from headway.server.edge import bodies
+from headway.server.edge.bodies import SMALL_BYTES
 from headway.server.errors import ApiError, bad_request
 from headway.text import process
 from headway.text.chat_template import ChatTemplate
@@ -178,7 +180,7 @@ def test_a_text_that_is_only_tokenized_has_a_limit_of_its_own(
 
 
 def test_large_bodies_share_a_bound(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "MAX_HELD", 0)
+    monkeypatch.setattr(bodies, "MAX_HELD", 0)
     answer = server.post("/v1/completions", prompt="x" * 2 * SMALL_BYTES)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_large_bodies")
     assert answer.headers["retry-after"] == "1"

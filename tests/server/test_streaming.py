@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.server.api.streaming import EventWriter, SlowReader
+from headway.server.edge.streaming import EventWriter, SlowReader
 from headway.server.errors import unavailable
 
 

@@ -13,7 +13,7 @@ from headway.bench.results import load_json
 from headway.load.measures.trials import ProbeOutcome
 from headway.policy.admission.queue_bound import QueueLimits
 from headway.policy.cache.sizing import PoolSize
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import SCORERS, router_of
 from headway.policy.fleet.scaling import Scaler, ScalingRule
 from headway.policy.step.ledger import Phase
 from headway.policy.step.options import SchedulingOptions
@@ -62,22 +62,24 @@ def test_a_fleet_of_one_is_a_server() -> None:
     alone = server()
     single = simulate(alone.scheduler, traffic(300), Fixed(7 * MS), QueueLimits(choices=40), HOST)
     one = server()
-    fleet = Fleet([one], ROUTERS["round-robin"](one.scheduler.config.classes))
+    fleet = Fleet([one], router_of("round-robin", one.scheduler.config.classes))
     fleet.run(traffic(300))
     assert said(fleet.answers) == said(single.answers) and any(answer.refused for answer in fleet.answers)
     assert list(one.steps.sampled_ns) == list(single.steps.sampled_ns)
     assert fleet.now == single.ended_ns and routed(fleet) == [300]
 
 
-@pytest.mark.parametrize("routing", ROUTERS)
+@pytest.mark.parametrize("routing", SCORERS)
 def test_each_request_is_answered_once_by_one_server(routing: str) -> None:
     servers = [server() for _ in range(3)]
-    fleet = Fleet(servers, ROUTERS[routing](servers[0].scheduler.config.classes))
+    fleet = Fleet(servers, router_of(routing, servers[0].scheduler.config.classes))
     fleet.run(traffic(400))
     names = [(answer.request_id, answer.index) for answer in fleet.answers]
     assert len(set(names)) == len(names) and len({name for name, _ in names}) == 400 == sum(routed(fleet))
     assert [int(name) for name, _ in names] == sorted(int(name) for name, _ in names)  # in order of arrival
-    assert min(routed(fleet)) > 60 and sum(len(each.answers) for each in servers) == len(names)
+    # What a prefix cache knows may leave others idle while there is room.
+    assert min(routed(fleet)) > (10 if routing == "prefix-hits" else 60)
+    assert sum(len(each.answers) for each in servers) == len(names)
     for each in servers:
         each.scheduler.check()
         assert not each.scheduler.has_work and not each.queues.of_all.choices and not each.queues.of_all.tokens
@@ -89,7 +91,7 @@ def test_each_request_is_answered_once_by_one_server(routing: str) -> None:
 def test_a_request_is_routed_by_what_is_there_when_it_comes() -> None:
     """While one server is in a long step, the other has ended its request and gets the next."""
     long, short = server(step_ns=100 * MS), server(step_ns=5 * MS)
-    fleet = Fleet([long, short], ROUTERS["least-loaded"](long.scheduler.config.classes))
+    fleet = Fleet([long, short], router_of("least-loaded", long.scheduler.config.classes))
     fleet.run([arrival(number, at * MS, 2, 1) for number, at in enumerate((0, 1, 50, 90))])
     assert routed(fleet) == [1, 3] and [answer.request_id for answer in long.answers] == ["0"]
     assert [answer.token_ns[0] // MS for answer in fleet.answers] == [101, 7, 56, 96]
@@ -101,7 +103,7 @@ def test_clients_send_their_next_request_to_any_server() -> None:
         return [arrival(number + 2, answers[0].ended_ns, 2, 3)] if number < 18 else []
 
     servers = [server(), server()]
-    fleet = Fleet(servers, ROUTERS["round-robin"](servers[0].scheduler.config.classes), after)
+    fleet = Fleet(servers, router_of("round-robin", servers[0].scheduler.config.classes), after)
     fleet.run([arrival(0, 0, 2, 3), arrival(1, 0, 2, 3)])
     assert len(fleet.answers) == 20 and routed(fleet) == [10, 10]
     assert all(answer.ledger.phases_ns.get(Phase.QUEUE_CAPACITY, 0) == 0 for answer in fleet.answers)
@@ -115,7 +117,7 @@ def test_answers_of_very_many_requests_need_not_be_kept() -> None:
         return []
 
     servers = [server(), server()]
-    fleet = Fleet(servers, ROUTERS["round-robin"](servers[0].scheduler.config.classes), after, keeps_answers=False)
+    fleet = Fleet(servers, router_of("round-robin", servers[0].scheduler.config.classes), after, keeps_answers=False)
     fleet.run(traffic(50))
     assert len({answer.request_id for answer in told}) == 50 and routed(fleet) == [25, 25]
     assert not fleet.answers and not any(each.answers for each in servers)
@@ -125,7 +127,7 @@ def test_a_fleet_grows_with_a_burst_and_shrinks_after_it() -> None:
     """A burst, then a request every second: replicas come after their start-up, and the last go first."""
     second = 1000 * MS
     scaling = Scaling(Scaler(ScalingRule(1, 4, choices=8, down_after_s=3.0)), server, startup_ns=100 * MS)
-    fleet = Fleet([server()], ROUTERS["round-robin"](server().scheduler.config.classes), scaling=scaling)
+    fleet = Fleet([server()], router_of("round-robin", server().scheduler.config.classes), scaling=scaling)
     burst = [arrival(number, MS * number, 20, 40) for number in range(400)]
     fleet.run([*burst, *(arrival(1000 + at, (2 + at) * second, 20, 2) for at in range(10))])
     first, *later = fleet.replicas
@@ -141,7 +143,7 @@ def test_a_fleet_grows_with_a_burst_and_shrinks_after_it() -> None:
 
 def test_a_replica_that_leaves_ends_what_it_has() -> None:
     scaling = Scaling(Scaler(ScalingRule(1, 2, choices=2, down_after_s=0.0)), server, startup_ns=0)
-    fleet = Fleet([server()], ROUTERS["least-loaded"](server().scheduler.config.classes), scaling=scaling)
+    fleet = Fleet([server()], router_of("least-loaded", server().scheduler.config.classes), scaling=scaling)
     two, long = arrival(0, 0, 20, 2, sampling={"n": 2}), arrival(1, MS, 20, 200)
     fleet.run([two, long, arrival(2, 100 * MS, 20, 2), arrival(3, 101 * MS, 20, 2)])
     assert [len(answer.token_ns) for answer in fleet.answers] == [2, 2, 200, 2, 2]

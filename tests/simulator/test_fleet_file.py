@@ -13,7 +13,7 @@ import pytest
 from headway.bench.results import load_json
 from headway.policy.admission.queue_bound import QueueLimits
 from headway.policy.cache.sizing import PoolSize
-from headway.policy.fleet.routing import ROUTERS
+from headway.policy.fleet.routing import router_of
 from headway.policy.objectives.service_class import BUILT_IN
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ledger import Phase
@@ -58,7 +58,7 @@ def replica(role: str = "", weight: float = 1.0, handover: Handover | None = Non
 
 
 def ran(replicas: list[Replica], coming: list[Arrival], failures: list[Failure], routing: str = "round-robin") -> Fleet:
-    fleet = Fleet(replicas, ROUTERS[routing](BUILT_IN), failures=failures)
+    fleet = Fleet(replicas, router_of(routing, BUILT_IN), failures=failures)
     fleet.run(coming)
     for answer in fleet.answers:
         assert sum(answer.ledger.phases_ns.values()) == answer.ledger.total_ns == answer.ended_ns - answer.arrived_ns

@@ -49,7 +49,7 @@ STAGES = (
     Stage(
         "transport",
         "between processes",
-        (Phase.TRANSPORT,),
+        (Phase.TRANSPORT, Phase.ROUTE, Phase.NETWORK, Phase.BACKEND),
         "transport",
         "a core left free for the API process (--threads one below the cores)",
     ),

@@ -60,7 +60,13 @@ AFTER = (
     Part("decode_compute", "decode", "decode-compute", "compute", ("decode_compute", "verify")),
     Part("sampling", "sampling", "sampling", "other", ("sampling",)),
     Part("schedule", "between steps", "schedule", "other", ("schedule",)),
-    Part("transport", "between processes or servers", "transport", "other", ("transport", "kv_transfer")),
+    Part(
+        "transport",
+        "between processes or servers",
+        "transport",
+        "other",
+        ("transport", "kv_transfer", "route", "network", "backend"),
+    ),
     Part("output", "making the answer", "output", "other", ("detokenize", "send")),
     Part("send_blocked", "client did not read", "send-blocked", "other", ("send_blocked",)),
 )

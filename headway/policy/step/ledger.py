@@ -38,6 +38,10 @@ class Phase(StrEnum):
     # API process, when the engine process died and the next one went on with the request
     ENGINE_LOST = "engine_lost"  # spent in the engine that died, with its account
     ENGINE_RESTART = "engine_restart"  # from there until the request was handed to the next one
+    # a gateway, in front of whatever the phases above are told of
+    ROUTE = "route"  # choosing a backend and connecting to it, and attempts that gave nothing
+    NETWORK = "network"  # on the way to the backend and back
+    BACKEND = "backend"  # in a backend that does not tell its phases, and on the way there and back
     # a simulated fleet, in which prompts are computed on servers of their own
     KV_TRANSFER = "kv_transfer"  # keys and values on their way to the server that decodes
     # API process, after the engine

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 from headway.policy.objectives.priority import PriorityPolicy
 from headway.policy.objectives.slo import SloPolicy
+from headway.policy.own_class import own_class
 from headway.policy.step.order import Orders
 from headway.policy.step.request import Sequence
 from headway.policy.step.sampling_params import SamplingParams
@@ -24,39 +24,13 @@ def policy_class(name: str) -> type[SchedulingPolicy]:
     """
     if name in POLICIES:
         return POLICIES[name]
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute.isidentifier()):
-        raise ValueError(
-            f"scheduling policy {name!r} is unknown; choose one of {', '.join(POLICIES)}, or name a class as "
-            "module:Class"
-        )
-    return _checked(name, _imported(name, module, attribute))
+    return _checked(name, own_class("scheduling policy", name, POLICIES))
 
 
 def policy_name(text: str) -> str:
     """The text, if it names a policy. Raises ValueError as policy_class() does."""
     policy_class(text)
     return text
-
-
-def _imported(name: str, module: str, attribute: str) -> object:
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ValueError(
-                f"scheduling policy {name!r}: there is no module {error.name!r}; put the folder that it is in into "
-                "PYTHONPATH"
-            ) from None
-        raise ValueError(f"scheduling policy {name!r}: {module} cannot be imported: {error}") from None
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"scheduling policy {name!r}: {module} cannot be imported: {type(error).__name__}: {reason}"
-        ) from None
-    if not hasattr(found, attribute):
-        raise ValueError(f"scheduling policy {name!r}: module {module!r} has no class {attribute!r}")
-    return getattr(found, attribute)
 
 
 def _checked(name: str, found: object) -> type[SchedulingPolicy]:

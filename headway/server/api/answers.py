@@ -17,7 +17,7 @@ from headway.outputs.choices import Piece
 from headway.policy.step.ledger import Phase
 from headway.server.api.choices import LOWEST_LOGPROB, ServedChoice
 from headway.server.api.schemas import GenerationBody
-from headway.server.api.streaming import DONE, EventWriter, event
+from headway.server.edge.streaming import DONE, EventWriter, event
 from headway.server.generation import Generation, clock
 from headway.server.timings import with_timings
 from headway.text.tokenizer import Tokenizer

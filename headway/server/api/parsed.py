@@ -16,7 +16,7 @@ from headway.server.api.answers import encode
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.schemas import ChatBody, CompletionBody
-from headway.server.api.streaming import EventWriter
+from headway.server.edge.streaming import EventWriter
 from headway.server.generation import Generation
 from headway.server.service import Service
 from headway.text.calls.events import Arguments, CallBegin, CallEnd, Event, Text

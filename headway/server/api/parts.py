@@ -19,7 +19,7 @@ from headway.outputs.choices import Piece
 from headway.server.api.answers import ENTRIES_OF_A_TOKEN, in_one_piece
 from headway.server.api.choices import ScoredToken, ServedChoice, scored_tokens
 from headway.server.api.parsed import ParsedChoice
-from headway.server.api.streaming import EventWriter
+from headway.server.edge.streaming import EventWriter
 from headway.server.errors import ApiError
 from headway.server.generation import Generation
 from headway.text.calls.events import Arguments, CallBegin, Event, Text

@@ -18,22 +18,19 @@ from typing import Any, TypeVar, get_args
 import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from headway.policy.step.sampling_params import MAX_LOGIT_BIAS_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from headway.server.api.fields import Body
 from headway.server.api.schemas import MAX_MESSAGES, UNSUPPORTED, TokenIds
 from headway.server.api.tools import MAX_TOOLS
-from headway.server.errors import ApiError, ClientGone, bad_request, too_many
+from headway.server.edge.bodies import SMALL_BYTES, Bodies
+from headway.server.errors import ApiError, bad_request
 
 B = TypeVar("B", bound=Body)
 SHOWN_CHARS = 60
-# Bodies up to here are parsed as they come: whatever is in them takes a few milliseconds.
-SMALL_BYTES = 2**15
 # Numbers, strings, lists and objects of one body, beside token ids. Each takes up to 1.4 us to parse.
 MAX_VALUES = 2**15
-# Bodies that are being received, together, in largest bodies.
-MAX_HELD = 32
 # Larger pieces would keep the interpreter's lock for milliseconds; the event loop gets it between two.
 PIECE_BYTES, PAUSE_S = 2**16, 2e-5
 # Fields that may have millions of token ids.
@@ -51,7 +48,7 @@ _COUNTS = {
 }
 
 
-class BodyReader:
+class BodyReader(Bodies):
     """Reads the bodies of requests.
 
     Args:
@@ -59,8 +56,7 @@ class BodyReader:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._held = 0  # bytes of large bodies that are here and not yet parsed
+        super().__init__(most_bytes)
         # One thread parses bodies one after the other: the event loop might wait for each of several.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
@@ -68,42 +64,16 @@ class BodyReader:
         """The JSON object that is the body: strict JSON in UTF-8, without NaN and Infinity.
 
         Raises:
-            ApiError: 400 for another body; 413 when it is longer than allowed, with or without a content-length that
-                says so; 429 when too many large ones come at once.
+            ApiError: 400 for another body; and what received() raises.
             ClientGone: the client went away before the body was complete.
         """
-        stated = request.headers.get("content-length", "")
-        if stated.isdecimal() and int(stated[:19]) > self._most:
-            raise self._too_large(f"the body has {stated[:19]} bytes")
-        received, held = bytearray(), 0
-        try:
-            async for chunk in request.stream():
-                received += chunk
-                if len(received) > self._most:
-                    raise self._too_large(f"the body has more than {self._most} bytes")
-                if len(received) > SMALL_BYTES:
-                    self._held += len(received) - held
-                    held = len(received)
-                    self._check_held()
-            if not held:
-                return _object_in(received)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, _object_in, received)
-        except ClientDisconnect:
-            raise ClientGone from None
-        finally:
-            self._held -= held
+        async with self.received(request) as raw:
+            if len(raw) <= SMALL_BYTES:
+                return _object_in(raw)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, _object_in, raw)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _too_large(self, what: str) -> ApiError:
-        message = f"{what}; at most {self._most} are accepted (--max-body-size)"
-        return ApiError(413, message, code="request_too_large")
-
-    def _check_held(self) -> None:
-        if self._held > MAX_HELD * self._most:
-            message = f"{self._held} bytes of large bodies are being received; at most {MAX_HELD * self._most} may be"
-            raise too_many(message, "too_many_large_bodies", 1)
 
 
 def _object_in(raw: bytearray) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.responses_store import Kept, ResponseStore
 from headway.server.api.schemas import ChatBody
-from headway.server.api.streaming import EventWriter
+from headway.server.edge.streaming import EventWriter
 from headway.server.errors import ApiError, bad_request
 from headway.server.generation import Generation
 from headway.text.tokenizer import Tokenizer

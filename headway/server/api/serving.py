@@ -13,9 +13,9 @@ from headway.policy.admission.queue_bound import Place
 from headway.server.api.fields import Body
 from headway.server.api.request_body import check_body
 from headway.server.api.schemas import RequestBody
-from headway.server.api.streaming import EventStream, EventWriter, unless_gone
 from headway.server.classes import Terms, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED
+from headway.server.edge.streaming import EventStream, EventWriter, unless_gone
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.service import Service

@@ -15,7 +15,6 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headway.server.api.streaming import ABORT_CONNECTION, WRITE_NOW
 from headway.server.edge.exchange import Exchange, Flow
 from headway.server.edge.http_head import (
     MAX_HEAD,
@@ -31,6 +30,7 @@ from headway.server.edge.http_head import (
 )
 from headway.server.edge.pacing import Pace
 from headway.server.edge.probes import Probes
+from headway.server.edge.streaming import ABORT_CONNECTION, WRITE_NOW
 from headway.server.errors import ApiError, too_many, unavailable
 
 ARRIVED = "headway.arrived_ns"

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -16,15 +17,26 @@ from headway.config_files.tenants import Access, key_digest
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.http_head import request_id
 from headway.server.edge.pacing import SMALL_PER_TURN, Pace
+from headway.server.edge.settings import EdgeSettings
 from headway.server.errors import ApiError, internal
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/", "/health", "/ping", METRICS_PATH, "/version", "/openapi.json", "/docs"})
+# Headers of answers that pages of other origins may read.
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "retry-after-ms",
+    "server-timing",
+    "x-headway-ignored-headers",
+    "x-headway-relaxed",
+    "x-headway-backend",
+)
 # Headers that are known, but have no effect so far. llm-d's router sets them on all traffic, so a server that refused
 # them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
-# Keys of a request's scope: the names of its headers that were left aside, and what its API key may do.
-IGNORED, ACCESS = "headway.ignored_headers", "headway.access"
+# Keys of a request's scope: the names of its headers that were left aside, what its API key may do, and its id.
+IGNORED, ACCESS, REQUEST_ID = "headway.ignored_headers", "headway.access", "headway.request_id"
 logger = logging.getLogger("headway.server")
 
 
@@ -58,7 +70,7 @@ class Edge:
         scope.setdefault(ARRIVED, time.monotonic_ns())
         await (self._small if scope["path"] in OPEN_PATHS else self._pace).turn()
         headers = dict(scope["headers"])
-        id_ = request_id(headers.get(b"x-request-id", b""))
+        id_ = scope[REQUEST_ID] = request_id(headers.get(b"x-request-id", b""))
         ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
 
         started = False
@@ -139,3 +151,17 @@ class CrossOrigin(CORSMiddleware):
             return answer
         reason = bytes(answer.body).decode().lower()
         return ApiError(400, f"{reason} (--allowed-origins and the flags beside it)", code="cross_origin").response()
+
+
+def cross_origin(settings: EdgeSettings) -> Callable[[ASGIApp], ASGIApp] | None:
+    """The layer that lets pages of other origins in; None where no other origin is allowed."""
+    if not settings.allowed_origins:
+        return None
+    return partial(
+        CrossOrigin,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods or ("*",),
+        allow_headers=settings.allowed_headers or ("*",),
+        allow_credentials=settings.allow_credentials,
+        expose_headers=EXPOSED_HEADERS,
+    )

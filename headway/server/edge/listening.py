@@ -10,7 +10,7 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
-from headway.server.settings import ServerSettings
+from headway.server.edge.settings import EdgeSettings
 
 BACKLOG = 2048
 # Bytes that the kernel may hold unsent for one client; beyond it the stream's own buffer fills and is bounded.
@@ -60,7 +60,7 @@ class Certificate:
         StartupError: the files cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: EdgeSettings) -> None:
         self._certfile, self._keyfile = settings.ssl_certfile, settings.ssl_keyfile
         self._ca_certs, self._cert_reqs = settings.ssl_ca_certs, ssl.VerifyMode(settings.ssl_cert_reqs)
         if self._certfile is None:
@@ -75,7 +75,7 @@ class Certificate:
             raise StartupError(str(error)) from None
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> Certificate | None:
+    def of(cls, settings: EdgeSettings) -> Certificate | None:
         """The certificate that the settings name, if any. Raises StartupError."""
         given = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         return cls(settings) if any(given) or settings.ssl_cert_reqs else None

@@ -12,8 +12,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headway.server.edge.settings import EdgeSettings
 from headway.server.errors import ApiError, ClientGone, internal
-from headway.server.settings import ServerSettings
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -136,6 +136,11 @@ class EventWriter:
         self._wake.set()
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes that were pushed and not handed to the connection."""
+        return self._pending_bytes
+
+    @property
     def is_drained(self) -> bool:
         return self._drained.is_set()
 
@@ -188,7 +193,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, settings: ServerSettings, done: Callable[[], None]) -> None:
+    def __init__(self, events: Events, settings: EdgeSettings, done: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events

@@ -1,0 +1,54 @@
+"""`headway gateway`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.commands import fail, with_flags
+from headway.cli.help import Command
+from headway.config_files.gateway import read_gateway_file
+from headway.gateway.settings import GatewaySettings
+from headway.installation import require_engine
+from headway.policy.objectives.service_class import BUILT_IN
+
+if TYPE_CHECKING:
+    from headway.gateway.gateway import Gateway
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=Command)
+@with_flags
+def gateway(
+    settings: GatewaySettings,
+    file: Annotated[str, typer.Argument(help="TOML file with the backends; a change of it is taken at once.")],
+) -> None:
+    """Serve many OpenAI-compatible servers behind one door."""
+    require_engine()
+    from headway.gateway.run import run_gateway
+    from headway.server.edge.listening import Certificate, StartupError, bind
+
+    try:
+        settings.file = read_gateway_file(file)
+        check_tenants(settings)
+        certificate = Certificate.of(settings)
+        with bind(settings.host, settings.port) as listener:
+            run_gateway(listener, settings, certificate, _tell)
+    except (ValueError, StartupError) as error:
+        fail(str(error))
+
+
+def check_tenants(settings: GatewaySettings) -> None:
+    """Raise ValueError where keys of the file of tenants name classes that there are not."""
+    if settings.tenants is not None:
+        settings.tenants.check_classes(settings.service_classes.table if settings.service_classes else BUILT_IN)
+
+
+def _tell(gateway: Gateway, url: str) -> None:
+    names = ", ".join(f"{each.entry.name} ({each.entry.url})" for each in gateway.members.values())
+    print(f"headway gateway at {url}, in front of {names}", file=sys.stderr, flush=True)
+    if gateway.settings.is_open:
+        print("everybody who reaches this machine can use it; --api-key makes requests need a key", file=sys.stderr)

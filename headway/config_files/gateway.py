@@ -1,0 +1,225 @@
+"""The file that says which backends a gateway has, and how it treats them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
+from headway.policy.fleet.health import HealthRule
+from headway.policy.fleet.routing import scorers_of
+from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
+
+KINDS = ("headway", "openai")
+DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
+MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
+FILE_KEYS = ("routing", "retries", "timeouts", "health", "backend")
+_KEYS = (
+    *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
+    *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve"),
+)
+_TIMEOUTS = ("connect_s", "first_byte_s", "stall_s", "keep_alive_s")
+_HEALTH = ("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s")
+_NAME, _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile(r"[!-~]{1,4096}")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """One backend as the file has it.
+
+    Args:
+        host, port, is_tls, prefix: parts of `url`; `prefix` is the path before /v1.
+        key: what it wants as a bearer token; empty for none.
+        kind: a backend of `headway` is told classes and deadlines, and tells its ledger.
+        models: names of models; empty where the backend is asked for them.
+        max_requests: most requests that are there at a time.
+        min_prompt_tokens, max_prompt_tokens: the prompts that are sent there, by about how many tokens they have.
+        health_path: what is asked to see whether it is well; empty where nothing is.
+        drain: nothing new is sent there.
+        resolve: each address that the host's name has is a backend of its own.
+        address: where to connect, if that is not what `host` is looked up as.
+    """
+
+    name: str
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+    prefix: str
+    kind: str = "openai"
+    key: str = field(default="", repr=False)
+    models: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    max_requests: int = 1024
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: float = float("inf")
+    health_path: str = "/health"
+    drain: bool = False
+    resolve: bool = False
+    address: str = ""
+
+    def at(self, address: str) -> BackendEntry:
+        """The backend at one address of its name."""
+        return replace(self, name=f"{self.name}@{address}", address=address)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds.
+
+    Args:
+        connect_s: until a connection stands.
+        first_byte_s: from there until an answer begins.
+        stall_s: between two pieces of an answer that has begun.
+        keep_alive_s: that an idle connection is kept.
+    """
+
+    connect_s: float = 5.0
+    first_byte_s: float = 600.0
+    stall_s: float = 60.0
+    keep_alive_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFile:
+    """The contents of a file of a gateway.
+
+    Args:
+        retries: how often a request of whose answer nothing has come is sent again.
+        path: where it was read.
+    """
+
+    backends: tuple[BackendEntry, ...]
+    routing: str = DEFAULT_ROUTING
+    retries: int = 2
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    health: HealthRule = field(default_factory=HealthRule)
+    path: str = ""
+
+
+def read_gateway_file(path: str) -> GatewayFile:
+    """Read and check the file.
+
+    Raises:
+        ValueError: naming the file, the line, and what is wrong there.
+    """
+    return parse_gateway_file(path, read_text(path))
+
+
+def parse_gateway_file(path: str, text: str) -> GatewayFile:
+    """Check a text like read_gateway_file() checks a file; `path` names it in errors."""
+    return parse(path, text, FILE_KEYS, lambda content: gateway_of(content, path))
+
+
+def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
+    """The gateway that a file describes. Raises InvalidEntry."""
+    backends = entries_of(content, "backend", backend_of)
+    if not 1 <= len(backends) <= MOST_BACKENDS:
+        raise InvalidEntry(
+            f"there are {len(backends) or 'no'} backends; write [[backend]] once for each, at most 1000", "backend"
+        )
+    names = [each.name for each in backends]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise InvalidEntry(f"two backends are named {name!r}; give each its own name", "backend", at, "name")
+    routing = content.get("routing", DEFAULT_ROUTING)
+    try:
+        scorers_of(routing if isinstance(routing, str) else "")
+    except ValueError as error:
+        raise InvalidEntry(f"routing is {routing!r:.80}: {error}", "routing") from None
+    times, health = _numbers(content, "timeouts", _TIMEOUTS), _numbers(content, "health", _HEALTH)
+    retries = whole_number(content, "retries", 0, 10) if "retries" in content else 2
+    if "failures" in health:
+        with within("health"):
+            health["failures"] = whole_number(health, "failures", 1, 1000)
+    return GatewayFile(tuple(backends), routing, retries, Timeouts(**times), HealthRule(**health), path)
+
+
+def _numbers(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    given = content.get(table, {})
+    if not isinstance(given, dict):
+        raise InvalidEntry(f"{table} must be a table; write [{table}]", table)
+    with within(table):
+        check_keys(given, keys, table)
+        return {key: number(given, key, 0.01) for key in given}
+
+
+def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
+    """The backend that a table describes. Raises InvalidEntry."""
+    check_keys(entry, _KEYS, "a backend")
+    for key in ("name", "url", "kind", "key", "key_env", "health_path"):
+        if not isinstance(entry.get(key, ""), str):
+            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be a string", key)
+    if not _NAME.fullmatch(name := entry.get("name", "")):
+        raise InvalidEntry(f"name is {name!r:.80}; give 1 to 64 letters, digits, dots, underscores and hyphens", "name")
+    kind, path = entry.get("kind", "openai"), entry.get("health_path", "/health")
+    if kind not in KINDS:
+        raise InvalidEntry(f"kind is {kind!r}; choose one of {', '.join(KINDS)}", "kind")
+    if path and not (path.startswith("/") and _VALUE.fullmatch(path)):
+        raise InvalidEntry(f'health_path is {path!r}; it must begin with /, or be "" for none', "health_path")
+    for key in ("drain", "resolve"):
+        if not isinstance(entry.get(key, False), bool):
+            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be true or false", key)
+    models, labels = entry.get("models", []), entry.get("labels", {})
+    if not isinstance(models, list) or not all(isinstance(each, str) and each for each in models):
+        raise InvalidEntry('models must be a list of names, such as ["llama"]', "models")
+    if not isinstance(labels, dict) or not all(
+        _NAME.fullmatch(f"{k}") and _NAME.fullmatch(f"{v}") for k, v in labels.items()
+    ):
+        raise InvalidEntry('labels must be names with names, such as { accelerator = "H100" }', "labels")
+    least = whole_number(entry, "min_prompt_tokens", 0, 10**9) if "min_prompt_tokens" in entry else 0
+    most = whole_number(entry, "max_prompt_tokens", max(1, least), 10**9) if "max_prompt_tokens" in entry else None
+    return BackendEntry(
+        name,
+        *_address(entry.get("url", "")),
+        kind=kind,
+        key=_key(entry),
+        models=tuple(models),
+        labels={key: str(value) for key, value in labels.items()},
+        weight=number(entry, "weight", 0.001, 1000.0) if "weight" in entry else 1.0,
+        max_requests=whole_number(entry, "max_requests", 1, MOST_REQUESTS) if "max_requests" in entry else 1024,
+        min_prompt_tokens=least,
+        max_prompt_tokens=float("inf") if most is None else most,
+        health_path=path,
+        drain=entry.get("drain", False),
+        resolve=entry.get("resolve", False),
+    )
+
+
+def _key(entry: Mapping[str, Any]) -> str:
+    key, variable = entry.get("key", ""), entry.get("key_env", "")
+    if key and variable:
+        raise InvalidEntry("key and key_env are both there; give one of them", "key_env")
+    if variable and not os.environ.get(variable):
+        raise InvalidEntry(f"key_env names {variable!r}, which is not in the environment", "key_env")
+    key = key or os.environ.get(variable, "")
+    if key and not _VALUE.fullmatch(key):  # not shown: it is a secret
+        raise InvalidEntry("the key has characters that a header cannot carry; give it without blanks", "key")
+    return key
+
+
+def _address(url: str) -> tuple[str, str, int, bool, str]:
+    """The URL, its host, port, whether it is HTTPS, and the path before /v1."""
+
+    def wrong(what: str) -> InvalidEntry:
+        return InvalidEntry(f"url is {url!r:.100}: {what}; give it like http://10.0.0.1:8000", "url")
+
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise wrong(str(error)) from None
+    if not url.isascii() or any(each.isspace() for each in url) or parts.scheme not in ("http", "https"):
+        raise wrong("it must begin with http:// or https://, and have no blanks")
+    if parts.username is not None or parts.password is not None:
+        raise InvalidEntry("url has a user name or password in it; give the key as key_env", "url")
+    if not parts.hostname or port == 0 or parts.query or parts.fragment:
+        raise wrong("it needs a host, and nothing from ? or # on")
+    is_tls = parts.scheme == "https"
+    prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url, parts.hostname, port or (443 if is_tls else 80), is_tls, prefix

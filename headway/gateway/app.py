@@ -1,0 +1,188 @@
+"""The gateway's application: its own routes, and those that are passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headway import __version__
+from headway.gateway.asked import POSTS, Api, Body, body_of
+from headway.gateway.exchange import Exchange
+from headway.gateway.gateway import Gateway
+from headway.gateway.metrics import CONTENT_TYPE
+from headway.gateway.relay import Relay
+from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
+from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
+from headway.server.edge.pacing import Shared
+from headway.server.edge.probes import health
+from headway.server.edge.streaming import wait_until_gone
+from headway.server.errors import ApiError, ClientGone
+
+EXPOSITION_EVERY_S = 0.1
+_STORED = re.compile(r"/v1/responses/([\w-]{1,200})(?:/cancel|/input_items)?")
+_ELSEWHERE = {
+    "/v1/files": "; batches are files of one server, so ask a backend itself",
+    "/v1/batches": "; batches are files of one server, so ask a backend itself",
+}
+
+
+class Application:
+    """An ASGI application over a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._gone: dict[Exchange, asyncio.Task[None]] = {}  # each is done when the client has gone
+        exposition = partial(gateway.metrics.exposition, bool(gateway.settings.metrics_keys))
+        self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
+        self._gets: dict[str, Callable[[], Response]] = {
+            "/": self._root,
+            "/health": lambda: health(gateway.check_ready),
+            "/ping": lambda: health(gateway.check_ready),
+            "/version": lambda: _json({"version": __version__}),
+            "/load": lambda: _json({"server_load": gateway.in_flight}),
+            "/v1/models": self._models,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path: str = scope["path"]
+        try:
+            answer = await self._answer(Request(scope, receive), scope["method"], path)
+        except ApiError as error:
+            self._gateway.metrics.refused(error)
+            answer = error.response(path)
+        except ClientGone:
+            answer = Response(status_code=499)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request, method: str, path: str) -> Response:
+        api = POSTS.get(path)
+        if api is not None:
+            return await self._pass_on(request, path, api) if method == "POST" else _not_allowed(method, path, "POST")
+        if stored := _STORED.fullmatch(path):
+            return await self._pass_on_stored(request, path, stored[1])
+        if path == "/metrics" and method == "GET":
+            return Response(await self._exposition.get(), media_type=CONTENT_TYPE)
+        if make := self._gets.get(path):
+            is_ping = path == "/ping" and method == "POST"  # SageMaker may use either
+            return make() if method in ("GET", "HEAD") or is_ping else _not_allowed(method, path, "GET")
+        if path.startswith("/v1/models/"):
+            return self._model(path.removeprefix("/v1/models/"))
+        hint = next((hint for route, hint in _ELSEWHERE.items() if path.startswith(route)), "")
+        raise ApiError(404, f"there is no {method} {path[:200]}{hint}", code="not_found")
+
+    # --- requests that are passed on ----------------------------------------------------------------------
+
+    async def _pass_on(self, request: Request, path: str, api: Api) -> Response:
+        gateway, access = self._gateway, request.scope[ACCESS]
+        gateway.check_up()
+        if api.is_work:
+            gateway.admission.refuse_if_full()
+            if gateway.quotas is not None:
+                gateway.quotas.refuse_if_over(access.tenant)
+        async with gateway.bodies.received(request) as received:
+            body, raw = body_of(received), bytes(received)
+        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end)
+        return await self._run(request, exchange, api)
+
+    async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Response:
+        home = self._gateway.home_of(response_id)
+        if not home:
+            raise ApiError(404, f"no response {response_id} is known here", code="response_not_found")
+        api, body = Api(is_work=False), Body(previous_response_id=response_id)
+        async with self._gateway.bodies.received(request) as received:
+            raw = bytes(received)
+        return await self._run(
+            request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms(), self._end), api
+        )
+
+    async def _run(self, request: Request, exchange: Exchange, api: Api) -> Response:
+        gateway = self._gateway
+        gateway.begin()
+        gone = asyncio.create_task(wait_until_gone(request.receive))
+        gone.add_done_callback(exchange.leave)
+        self._gone[exchange] = gone
+        streams = False
+        try:
+            gateway.enlist(exchange)
+            if api.is_work:
+                exchange.enter()
+            answer = await exchange.answer()
+            streams = isinstance(answer, Relay)
+            return answer
+        finally:
+            if not streams:
+                self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        self._gone.pop(exchange).cancel()
+        exchange.release()
+        self._gateway.end()
+
+    def _terms(self, request: Request, body: Body) -> Terms:
+        """What a request is promised: without files of classes or tenants no more than it asks for itself."""
+        gateway, scope = self._gateway, request.scope
+        if gateway.has_files:
+            return terms_of(gateway.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
+        ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
+        return replace(self._default_terms(), ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
+
+    def _default_terms(self) -> Terms:
+        return Terms(self._gateway.classes.table.default_class)
+
+    # --- what the gateway says itself ---------------------------------------------------------------------
+
+    def _root(self) -> Response:
+        places = {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+        return _json({"server": f"headway gateway {__version__}"} | places)
+
+    def _cards(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for member in self._gateway.members.values():
+            for name in member.models:
+                plain = {"id": name, "object": "model", "created": 0, "owned_by": member.entry.name}
+                found.setdefault(name, member.cards.get(name, plain))
+        return found
+
+    def _models(self) -> Response:
+        self._gateway.check_up()
+        return _json({"object": "list", "data": list(self._cards().values())})
+
+    def _model(self, name: str) -> Response:
+        card = self._cards().get(name)
+        if card is None:
+            raise ApiError(404, f"model {name[:200]!r} is not served here", param="model", code="model_not_found")
+        return _json(card)
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _not_allowed(method: str, path: str, allowed: str) -> Response:
+    raise ApiError(
+        405, f"{method} {path} is not allowed; use {allowed}", code="method_not_allowed", headers={"allow": allowed}
+    )
+
+
+def create_gateway_app(gateway: Gateway) -> ASGIApp:
+    """The application with the edge in front of it."""
+    settings = gateway.settings
+    return Edge(
+        Application(gateway),
+        keys=lambda: gateway.keys,
+        pace=gateway.pace,
+        metrics_keys=settings.metrics_keys,
+        cross_origin=cross_origin(settings),
+    )

@@ -1,0 +1,237 @@
+"""One try of a request at one backend: what comes of its answer, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.gateway.events import BrokenStream, EventReader, Part
+from headway.gateway.member import Member, clock
+from headway.gateway.upstream import Connection, UpstreamFailed
+from headway.policy.admission.queue_bound import Place
+from headway.policy.fleet.backend import Ask
+from headway.policy.step.step_time import StepWork
+from headway.server.edge.streaming import EventWriter, SlowReader
+
+# The most bytes of an answer in one piece, which is held until all of it is there; and those that may wait for a client
+# before nothing more is read from the backend.
+MAX_ANSWER, MAX_WAITING = 256 * 2**20, 64 * 2**10
+EVENT_STREAM = b"text/event-stream"
+
+
+@dataclass(slots=True)
+class Head:
+    """The status of an answer, and its headers, with names in lower case."""
+
+    status: int
+    headers: dict[bytes, bytes]
+
+    @property
+    def is_stream(self) -> bool:
+        return self.status == 200 and self.headers.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+
+
+class Attempt:
+    """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
+
+    Args:
+        edit: makes of an event what the client gets; empty for nothing.
+        on_token: called once, when the first token has come.
+
+    Attributes:
+        ready: done when the first event of a stream is there, or all of another answer. Until then nothing has gone to
+            the client, and the request may be tried elsewhere. Its exception is UpstreamFailed.
+        done: done when the answer has ended. Its result is why it failed; None where it did not.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        ask: Ask,
+        learns: bool,
+        edit: Callable[[bytes, Part | None, EventReader], bytes],
+        on_token: Callable[[], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.member = member
+        self.head: Head | None = None
+        self.body = bytearray()
+        self.events = EventReader()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[UpstreamFailed | None] = loop.create_future()
+        self.sent_ns = self.first_token_ns = 0
+        self._edit, self._on_token = edit, on_token
+        self._work: StepWork | None = member.seen.sent(ask) if learns else None
+        self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
+        self._place.take(ask.choices, [ask.tokens])
+        self._connection: Connection | None = None
+        self._writer: EventWriter | None = None
+        self._queued: list[bytes] = []
+        self._resuming: asyncio.Task[None] | None = None
+        self._given_up: UpstreamFailed | None = None
+        self._has_ended = False
+        member.in_flight += 1
+        member.waiting.add(self)
+        member.breaker.sent(clock())
+
+    # --- what the exchange calls ------------------------------------------------------------------------
+
+    async def begin(self, request: bytes) -> None:
+        """Send the request and wait until `ready`. A connection that had been idle may be found closed: then a new one
+        is made. Raises UpstreamFailed.
+        """
+        member = self.member
+        timeout_s = member.pool.timeouts.first_byte_s
+        connection, was_used = await member.connection()
+        if self._given_up is not None:
+            connection.drop()
+            raise self._given_up
+        self._connection, self.sent_ns = connection, clock()
+        self._connection.ask(request, self, timeout_s)
+        try:
+            return await self.ready
+        except UpstreamFailed as error:
+            if not (was_used and error.is_unheard):
+                raise
+        member.outcomes["resent"] += 1
+        self.ready, self.done = self.ready.get_loop().create_future(), self.done.get_loop().create_future()
+        self._connection = await member.pool.connect()
+        self._connection.ask(request, self, timeout_s)
+        await self.ready
+
+    def attach(self, writer: EventWriter) -> None:
+        """Hand what has come to the writer, and from now on what comes."""
+        self._writer = writer
+        queued, self._queued = b"".join(self._queued), []
+        self._write(queued)
+
+    def move(self) -> None:
+        """Fail, so that the request goes to another backend; nothing has come of its answer."""
+        if not self.ready.done():
+            self.give_up(UpstreamFailed("timeout", "it does not answer whether it is well"))
+
+    def give_up(self, failure: UpstreamFailed) -> None:
+        """End the attempt as one that has failed in this way, if it has not ended."""
+        if self._connection is None:
+            self._given_up = failure
+        elif not self.done.done():
+            self._fail(failure)
+
+    def end(self, outcome: str, is_failure: bool | None) -> None:
+        """Give back what the request has there. Only the first call counts.
+
+        Args:
+            outcome: a word for the metrics.
+            is_failure: whether the backend has failed; None where nothing can be said.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        member, now = self.member, clock()
+        if self._connection is not None and (self.done.cancelled() or not self.done.done()):
+            self._connection.drop()
+        member.in_flight -= 1
+        member.waiting.discard(self)
+        member.outcomes[outcome] += 1
+        self._place.close(now)
+        if self._resuming is not None:
+            self._resuming.cancel()
+        if is_failure is None:
+            member.breaker.gave_up()
+        elif is_failure:
+            member.breaker.failed(now)
+        else:
+            member.breaker.succeeded(now)
+        for future in (self.ready, self.done):
+            if future.done() and not future.cancelled():
+                future.exception()  # looked at, or asyncio complains
+
+    # --- what the connection calls ----------------------------------------------------------------------
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.head = Head(status, dict(headers))
+
+    def on_piece(self, data: bytes) -> None:
+        assert self.head is not None
+        if not self.head.is_stream:
+            self.body += data
+            if len(self.body) > MAX_ANSWER:
+                self._fail(UpstreamFailed("malformed", f"its answer has more than {MAX_ANSWER:,} bytes"))
+            return
+        found: list[bytes] = []
+        try:
+            for raw, part in self.events.whole(data):
+                found.append(self._edit(raw, part, self.events))
+        except BrokenStream as error:
+            self._write(b"".join(found))
+            return self._fail(UpstreamFailed("malformed", str(error)))
+        if found:
+            if self.events.pieces and not self.first_token_ns:
+                self._note_token()
+            self._write(b"".join(found))
+
+    def on_end(self, failure: UpstreamFailed | None) -> None:
+        if self.head is not None and self.head.is_stream:
+            if self.events.ended:
+                failure = None  # the stream itself has come to its end
+            elif failure is None and not self.events.is_complete:
+                failure = UpstreamFailed("cut", "its stream ended before its last event")
+        self._finish(failure)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _note_token(self) -> None:
+        now = self.first_token_ns = clock()
+        self._place.had_output(0, now)
+        if self._work is not None:
+            self.member.seen.answered(self._work, now - self.sent_ns)
+        self._on_token()
+
+    def _write(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._writer is None:
+            self._queued.append(data)
+            self._is_ready()
+            if self._connection is not None and sum(map(len, self._queued)) > MAX_WAITING:
+                self._connection.pause()
+            return
+        try:
+            self._writer.push(data)
+        except SlowReader:
+            return  # the stream's own end follows
+        connection = self._connection
+        if connection is None or self._resuming is not None:
+            return
+        if self._writer.waiting_bytes > MAX_WAITING:
+            connection.pause()
+        if connection.is_paused:
+            self._resuming = asyncio.create_task(self._resume(self._writer, connection))
+
+    async def _resume(self, writer: EventWriter, connection: Connection) -> None:
+        await writer.drained()
+        self._resuming = None
+        connection.resume()
+
+    def _is_ready(self) -> None:
+        self.member.waiting.discard(self)
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _fail(self, failure: UpstreamFailed) -> None:
+        if self._connection is not None:
+            self._connection.drop()
+        self._finish(failure)
+
+    def _finish(self, failure: UpstreamFailed | None) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+        if not self.done.done():
+            self.done.set_result(failure)
+        if not self.ready.done():
+            if failure is None:
+                self._is_ready()
+            else:
+                self.ready.set_exception(failure)

@@ -1,0 +1,184 @@
+"""Reads a backend's stream of server-sent events: passes on whole events, and knows how the stream ended.
+
+What a stream's last event is depends on the API. A stream that ends without it was cut, whatever HTTP says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+MAX_EVENT = 2**20  # bytes of one event
+ABSENT = msgspec.Raw(b"null")
+_NOTHING = (b"null", b'""', b"[]")
+_FIELDS = (b"data", b"event", b"id", b"retry")
+# Types of the last event in the Responses API and in Anthropic's.
+_LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "message_stop")
+
+
+class Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """What a request has used, in the spellings of the APIs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: Details | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens + self.input_tokens + self.output_tokens
+
+
+class Delta(msgspec.Struct):
+    content: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    reasoning_content: msgspec.Raw = ABSENT
+    tool_calls: msgspec.Raw = ABSENT
+
+
+class Choice(msgspec.Struct):
+    """A choice of an answer, or what is new of it."""
+
+    finish_reason: str | None = None
+    text: msgspec.Raw = ABSENT
+    delta: Delta | None = None
+
+    @property
+    def is_said(self) -> bool:
+        """Whether it has some text: a role alone is none."""
+        delta = self.delta
+        if delta is None:
+            return bytes(self.text) not in _NOTHING
+        said = (delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
+        return any(bytes(part) not in _NOTHING for part in said)
+
+
+class Part(msgspec.Struct):
+    """An answer, or a part of one, as far as the gateway looks at it."""
+
+    id: str | None = None
+    type: str | None = None
+    error: msgspec.Raw = ABSENT
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    timings: msgspec.Raw = ABSENT
+    response: Part | None = None
+    message: msgspec.Raw = ABSENT
+
+
+decode_part = msgspec.json.Decoder(Part).decode
+
+
+class BrokenStream(Exception):
+    """What came is no event, or no part of an answer; the message says what."""
+
+
+class EventReader:
+    """Reads the events of one stream.
+
+    Attributes:
+        ended: the stream's last event has come.
+        error: the backend has told an error.
+        pieces: parts of the answer that came, each of which is a token or more.
+        usage: what the request used, as far as it was told.
+        response_id: the id of a stored response; empty for none.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.ended = self.error = False
+        self.pieces = 0
+        self.finished = 0  # choices that were
+        self.usage: Usage | None = None
+        self.response_id = ""
+
+    def whole(self, data: bytes) -> Iterator[tuple[bytes, Part | None]]:
+        """The events that are complete with these bytes, each as it came, and what it says; None where it has no JSON.
+
+        Raises:
+            BrokenStream: after those before it, where one is malformed or too long.
+        """
+        data = self._rest + data if self._rest else data
+        at = _end_of_last(data)
+        self._rest = data[at:]
+        for raw in _events(data[:at]):
+            yield raw, self._read(raw)
+        if len(self._rest) > MAX_EVENT:
+            raise BrokenStream(f"an event has more than {MAX_EVENT:,} bytes")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing. Some servers leave out the last event, but all say why a choice has ended."""
+        return not self._rest.strip() and (self.ended or self.finished > 0)
+
+    def _read(self, raw: bytes) -> Part | None:
+        if b"\r" in raw:
+            raw = raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
+            content = raw[6:-2]
+        else:
+            content = b"\n".join(_data_lines(raw))
+        if not content:
+            return None
+        if content == b"[DONE]":
+            self.ended = True
+            return None
+        try:
+            part = decode_part(content)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise BrokenStream(f"an event is no part of an answer: {error}") from None
+        self._note(part)
+        return part
+
+    def _note(self, part: Part) -> None:
+        inner = part.response or part
+        self.usage = inner.usage or self.usage
+        if part.response is not None and part.response.id:
+            self.response_id = part.response.id
+        if part.choices:
+            self.pieces += any(choice.is_said for choice in part.choices)
+            self.finished += sum([choice.finish_reason is not None for choice in part.choices])
+        elif part.type is not None:
+            self.pieces += part.type.endswith("delta")
+            self.ended = self.ended or part.type in _LAST
+        if is_error(part) or part.type in ("error", "response.failed"):
+            self.error = self.ended = True
+
+
+def is_error(part: Part) -> bool:
+    """Whether it says that something went wrong."""
+    return bytes(part.error) != b"null"
+
+
+def _end_of_last(data: bytes) -> int:
+    """The end of the last event that is complete."""
+    if data.endswith(b"\n\n"):
+        return len(data)
+    found = [data.rfind(end) + len(end) for end in (b"\n\n", b"\r\n\r\n", b"\r\r") if end in data]
+    return max(found, default=0)
+
+
+def _events(data: bytes) -> list[bytes]:
+    """Complete events, each with the blank line at its end."""
+    if b"\r" not in data:
+        return [part + b"\n\n" for part in data.split(b"\n\n") if part]
+    end = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\r\r" if b"\r\r" in data else b"\n\n"
+    return [part + end for part in data.split(end) if part]
+
+
+def _data_lines(raw: bytes) -> list[bytes]:
+    """The values of an event's lines of data. Raises BrokenStream for a line that is no field."""
+    found = []
+    for line in raw.split(b"\n"):
+        name, _, value = line.partition(b":")
+        if name and name not in _FIELDS:
+            raise BrokenStream(f"the line {line[:60]!r} is no field of an event")
+        if name == b"data":
+            found.append(value.removeprefix(b" "))
+    return found

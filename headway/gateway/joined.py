@@ -1,0 +1,97 @@
+"""One ledger across the hop: the gateway's phases, the network's, and those that a backend tells of itself.
+
+Both ends measure durations, each by its own clock, so their clocks need not agree. What passes between sending a
+request and having the answer, and is not in the backend's account, was spent on the network and in kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from headway.gateway.member import clock
+from headway.policy.step.ledger import Phase
+
+
+class Timings(msgspec.Struct):
+    """What is read of a backend's `timings`."""
+
+    e2e_ns: int
+    ttft_ns: int
+    phases_ns: dict[str, int]
+
+
+@dataclass(slots=True)
+class Joined:
+    """The ledger of a request.
+
+    Args:
+        arrived_ns: when its first byte came.
+        received_ns: when its body was read and checked.
+    """
+
+    arrived_ns: int
+    received_ns: int
+
+    def phases(self, of_backend: Mapping[str, int], sent_ns: int, came_ns: int, until_ns: int = 0) -> dict[str, int]:
+        """Nanoseconds by phase, which sum to the time from the first byte until `until_ns`, or now.
+
+        Args:
+            of_backend: phases that the backend has told; where there are none, or they are longer than the whole hop,
+                it counts as one phase.
+            sent_ns: when the request was handed to the connection.
+            came_ns: when its answer, or the part with the backend's account, had come.
+        """
+        until_ns = until_ns or clock()
+        found = {
+            str(Phase.RECEIVE): self.received_ns - self.arrived_ns,
+            str(Phase.ROUTE): sent_ns - self.received_ns,
+        }
+        hop, told = came_ns - sent_ns, sum(of_backend.values())
+        if of_backend and told <= hop and min(of_backend.values()) >= 0:
+            for name, length in of_backend.items():
+                found[name] = found.get(name, 0) + length
+            found[str(Phase.NETWORK)] = hop - told
+        else:
+            found[str(Phase.BACKEND)] = hop
+        found[str(Phase.SEND)] = found.get(str(Phase.SEND), 0) + until_ns - came_ns
+        return {name: length for name, length in found.items() if length}
+
+    def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int) -> bytes:
+        """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger."""
+        try:
+            told = msgspec.json.decode(raw, type=Timings)
+            fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError):
+            return b""
+        if sum(told.phases_ns.values()) != told.e2e_ns:
+            return b""
+        until_ns = clock()
+        phases = self.phases(told.phases_ns, sent_ns, came_ns, until_ns)
+        changed = {
+            "e2e_ns": until_ns - self.arrived_ns,
+            "ttft_ns": sent_ns - self.arrived_ns + told.ttft_ns,
+            "phases_ns": phases,
+        }
+        return msgspec.json.encode(fields | {name: msgspec.Raw(msgspec.json.encode(v)) for name, v in changed.items()})
+
+
+def phases_of_header(value: bytes) -> dict[str, int]:
+    """The phases of a Server-Timing header, in nanoseconds, without the total; empty where it has something else."""
+    found: dict[str, int] = {}
+    for entry in value.decode("latin-1").split(","):
+        name, _, length = entry.strip().partition(";dur=")
+        try:
+            found[name] = round(float(length) * 1e6)
+        except (ValueError, OverflowError):
+            return {}
+    found.pop("total", None)
+    return found
+
+
+def as_header(phases: Mapping[str, int]) -> str:
+    """A Server-Timing header, in milliseconds."""
+    lengths = [*phases.items(), ("total", sum(phases.values()))]
+    return ", ".join(f"{name};dur={length / 1e6:.3f}" for name, length in lengths)

@@ -1,0 +1,96 @@
+"""What a gateway counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import Metric
+
+from headway.gateway.member import Member, clock
+from headway.server.errors import ApiError
+from headway.server.metrics.families import Families
+from headway.server.metrics.tenants import TenantMetrics
+from headway.server.quotas import TenantQuotas
+
+SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+    *(0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0),
+)
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+STATES = ("closed", "half_open", "open", "down", "unknown", "draining")
+
+prometheus_client.disable_created_metrics()
+
+
+class GatewayMetrics:
+    """All metrics of one gateway, in a registry of their own.
+
+    Args:
+        members: gives the backends, by name.
+        state_of: gives one of STATES for a backend at a time.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        quotas: TenantQuotas | None,
+        members: Callable[[], Mapping[str, Member]],
+        state_of: Callable[[Member, int], str],
+    ) -> None:
+        self._members, self._state_of = members, state_of
+        self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
+        self._families = Families(prefix, {})
+        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        self._ttft = histogram(prefix + "time_to_first_token_seconds", "First byte until the first token.")
+        self._e2e = histogram(prefix + "e2e_request_latency_seconds", "First byte until the answer has ended.")
+        self._route = histogram(
+            prefix + "request_route_time_seconds", "Checked body until it was handed to a backend's connection."
+        )
+        self._refused = counter(prefix + "requests_refused", "Requests refused, by code.", ("code",))
+        self._retries = counter(prefix + "retries", "Requests sent again, by reason.", ("reason",))
+        self._reloads = counter(prefix + "reloads", "Files read again, by result.", ("result",))
+        ProcessCollector(registry=self.registry)
+        self.registry.register(self)  # type: ignore[arg-type]
+        self.by_tenant: TenantMetrics | None = None
+        if quotas is not None:
+            self.by_tenant = TenantMetrics(self._of_tenants, self._families, quotas)
+
+    def ended(self, arrived_ns: int, received_ns: int, sent_ns: int, first_token_ns: int) -> None:
+        """Count a request that has its answer; `first_token_ns` is 0 where that came in one piece."""
+        self._e2e.observe((clock() - arrived_ns) * 1e-9)
+        self._route.observe((sent_ns - received_ns) * 1e-9)
+        if first_token_ns:
+            self._ttft.observe((first_token_ns - arrived_ns) * 1e-9)
+
+    def refused(self, error: ApiError) -> None:
+        """Count a request that got an error of the gateway."""
+        self._refused.labels(error.code or str(error.status)).inc()
+
+    def retried(self, reason: str) -> None:
+        self._retries.labels(reason).inc()
+
+    def on_reload(self, result: str) -> None:
+        self._reloads.labels(result).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of backends."""
+        of, members, now = self._families, list(self._members().items()), clock()
+        outcomes = {(name, key): count for name, each in members for key, count in each.outcomes.items()}
+        yield of.counter("requests", "Requests by backend and outcome.", outcomes, "backend", "outcome")
+        state = {(name, key): float(self._state_of(each, now) == key) for name, each in members for key in STATES}
+        yield of.gauge("backend_state", "1 for the state that a backend is in.", state, "backend", "state")
+        for key, text, value in (
+            ("requests_in_flight", "Requests at a backend.", lambda each: each.in_flight),
+            ("backend_connections", "Open connections to a backend.", lambda each: each.pool.num_open),
+            ("backend_ejections", "Ejections that are not forgotten.", lambda each: each.breaker.ejections),
+        ):
+            yield of.gauge(key, text, {(name,): float(value(each)) for name, each in members}, "backend")
+
+    def exposition(self, with_tenants: bool) -> bytes:
+        """The text of all metrics."""
+        own: bytes = prometheus_client.generate_latest(self.registry)
+        return own + prometheus_client.generate_latest(self._of_tenants) if with_tenants else own

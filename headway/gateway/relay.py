@@ -1,0 +1,68 @@
+"""A backend's stream on its way to the client: no task waits for it but the one that writes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway.gateway.attempt import Attempt
+from headway.gateway.upstream import UpstreamFailed
+from headway.server.edge.settings import EdgeSettings
+from headway.server.edge.streaming import ABORT_CONNECTION, WRITE_NOW, EventWriter, SlowReader
+
+logger = logging.getLogger("headway.server")
+
+
+class Relay(Response):
+    """An answer in server-sent events.
+
+    Args:
+        finish: called when the backend's stream has ended, with the writer, for a last event, and why it failed.
+        done: called once when the answer has ended, however it ended.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        settings: EdgeSettings,
+        headers: dict[str, str],
+        finish: Callable[[EventWriter, UpstreamFailed | None], None],
+        done: Callable[[], None],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
+        del self.headers["content-length"]
+        self._attempt, self._settings, self._finish, self._done = attempt, settings, finish, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
+        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout, write_now)
+        writer.overflow.add_done_callback(lambda _: _drop(scope, "its buffer is full"))
+        self._attempt.done.add_done_callback(partial(self._ended, writer))
+        try:
+            self._attempt.attach(writer)
+            await writer.run()
+        except SlowReader as error:
+            _drop(scope, str(error))
+        finally:
+            self._done()
+
+    def _ended(self, writer: EventWriter, done: asyncio.Future[UpstreamFailed | None]) -> None:
+        if not done.cancelled():
+            with contextlib.suppress(SlowReader):  # the connection is being cut
+                self._finish(writer, done.result())
+        writer.close()
+
+
+def _drop(scope: Scope, reason: str) -> None:
+    """Cut the connection, as a client that does not read would not read an error either."""
+    logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
+    if (abort := scope.get(ABORT_CONNECTION)) is not None:
+        abort()
