@@ -222,7 +222,7 @@ class EngineCore:
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
         if self.speculator is not None:
-            self.speculator.forget(sequence.seq_id)
+            self.speculator.forget(sequence)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -246,6 +246,8 @@ class EngineCore:
         if self.unready:
             self._queue_ready()
         outputs, self._pending = self._pending, []
+        if self.speculator is not None:
+            self.speculator.propose()
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         for seq_id in plan.expired:
@@ -279,7 +281,7 @@ class EngineCore:
         )
         if self.speculator is not None:
             self.speculator.count(plan, changed, stats)
-            self.speculator.step_ended(plan, changed, outcome.times)
+            self.speculator.step_ended(plan, changed)
         decision = self.scheduler.decisions[-1]
         stats.predicted_ns, stats.forward_ns, stats.left_out = (
             decision.predicted_ns,
@@ -391,16 +393,19 @@ class EngineCore:
         return stats
 
     def check(self) -> None:
-        """Verify the integrity of the KV pool.
+        """Verify the integrity of the KV pool, and of a draft model's.
 
         Raises:
             RuntimeError: naming the block that leaked.
         """
-        self.scheduler.check()
+        for _ in self.check_by_parts():
+            pass
 
     def check_by_parts(self) -> Iterator[None]:
         """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
-        return self.scheduler.check_by_parts()
+        yield from self.scheduler.check_by_parts()
+        if self.speculator is not None:
+            yield from self.speculator.check_by_parts()
 
 
 def _late_message(sequence: Sequence) -> str:

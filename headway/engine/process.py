@@ -155,6 +155,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.kernels,
             engine.block_bytes,
             engine.kept_bytes,
+            engine.draft_block_bytes,
         )
     )
     return _step_loop(channel, engine.core, parent)
