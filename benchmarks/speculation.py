@@ -1,12 +1,18 @@
-"""Tokens per second with n-gram drafts beside the same engine without, where texts repeat themselves and where not.
+"""Tokens per second with drafts beside the same without, where texts are easy to foresee and where not.
 
-    python -m benchmarks.speculation [--shapes story qwen2.5-0.5b] [--batches 1 4 16] [--rounds 7]
+    python -m benchmarks.speculation [--shapes story qwen2.5-0.5b] [--drafters ngram draft] [--batches 1 4 16]
 
 Each step computes what it always does, but of each row the token of a given text is taken: so texts are as alike with
 trained weights as with random ones, and a draft is right as often. `quote` repeats its prompt; `edit` does with a new
 token in every 24; `random` has no two tokens in the same order twice but by chance; `misleading` has 32 tokens, so that
 each pair has stood somewhere before and says nothing of what follows. `story` is what the bundled model itself says,
-greedily. Both engines are in one process and take turns, and their tokens must be the same.
+greedily, beside the bundled draft.
+
+With `--acceptance`, a draft model computes as always, too, but each of its drafts is right by that chance: the text is
+`random`, and what is said is meaningless, so this is for speed alone. Beside the bundled model stands the bundled
+draft; beside another shape stands a draft of a tenth of it.
+
+It is one engine, to which nothing, n-grams or a draft model propose drafts by turns; the tokens must be the same.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +31,26 @@ from benchmarks.checkpoint import SHAPES
 from benchmarks.machine import RESULTS, keep
 from benchmarks.rounds import Rounds, number, spread
 from headway import LLM, SamplingParams
-from headway.bundled import STORY
+from headway.bundled import DRAFT, STORY
+from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.sampler import Sampled
-from headway.policy.step.plan import SequenceState
+from headway.policy.step.plan import SequenceState, StepPlan
 from headway.policy.step.sampling_params import SamplingParams as Params
+from headway.policy.step.speculative_config import SpeculativeConfig
 
 PROMPT_TOKENS = 192
 LOADS = ("quote", "edit", "random", "misleading")
+DRAFTERS = ("ngram", "draft")
 _EDITED = 24
+# A draft model beside another shape: as a fifth of the layers, and a third of their width.
+_DRAFT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 _FEW = 32
 _STORIES = [
     "Tell me a story about a fox and a lost key.",
@@ -79,83 +97,143 @@ def saying(llm: LLM, texts: list[list[int]]) -> Iterator[None]:
         sampler.sample = draw  # type: ignore[method-assign]
 
 
-def engines(shape: str, threads: int, folder: str) -> dict[str, LLM]:
-    """The engine without drafts, and with them."""
-    options: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": 1 << 30, "num_threads": threads}
-    model = str(STORY)
+@contextmanager
+def right_by_chance(llm: LLM, texts: list[list[int]], acceptance: float) -> Iterator[None]:
+    """Let a draft model say what follows in these texts, each token by this chance and else a wrong one."""
+    speculator, by_first = llm.engine.core.speculator, {text[0]: text for text in texts}
+    assert speculator is not None and speculator.model is not None
+    model, chances = speculator.model, {}
+    for first, text in by_first.items():
+        rng = random.Random(f"{acceptance} {first}")
+        chances[first] = [rng.random() < acceptance for _ in text]
+    run = model.run
+
+    def forced(plan: StepPlan) -> tuple[list[float], list[int]]:
+        best, chosen = run(plan)
+        sampling = [item for item in plan.scheduled if item.samples]
+        for at, item in enumerate(sampling):
+            first, end = model.tokens_of(item.seq_id)[0], item.start + item.num_tokens
+            text = by_first[first]
+            chosen[at] = text[end] if end < len(text) and chances[first][end] else 0
+            best[at] = acceptance
+        return best, chosen
+
+    model.run = forced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.run = run  # type: ignore[method-assign]
+
+
+def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM, dict[str, Speculator | None]]:
+    """An engine with a draft model, and what proposes drafts to it: nothing, n-grams, or the draft model too."""
+    options: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": 1 << 30, "num_threads": arguments.threads}
+    model, draft = str(STORY), str(DRAFT)
     if shape != "story":
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
+        for name, config in (("model", SHAPES[shape]), ("draft", SHAPES[shape] | _DRAFT)):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
         options |= {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "weight_cache": False}
-        model = folder
-    return {"plain": LLM(model, **options), "ngram": LLM(model, speculative_config={"method": "ngram"}, **options)}
+        model, draft = str(folder / "model"), str(folder / "draft")
+    most = arguments.num_speculative_tokens
+    wanted = SpeculativeConfig(method="draft_model", model=draft, num_speculative_tokens=most)
+    llm = LLM(model, speculative_config=wanted, **options)
+    core = llm.engine.core
+    ngram = Speculator(NgramDrafter(wanted), most, core.scheduler)
+    return llm, {"plain": None, "ngram": ngram, "draft": core.speculator}
 
 
-def rate(llm: LLM, prompts: list[Any], params: Params) -> tuple[float, list[list[int]]]:
-    """Tokens per second, and the tokens."""
-    began = time.perf_counter()
+def rate(llm: LLM, prompts: list[Any], params: Params) -> tuple[dict[str, float], list[list[int]]]:
+    """Tokens per second, by the clock and by the processor's time, and the tokens."""
+    began, used = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params)
-    seconds = time.perf_counter() - began
+    seconds, of_processor = time.perf_counter() - began, time.process_time() - used
     tokens = [output.outputs[0].token_ids for output in outputs]
-    return sum(map(len, tokens)) / seconds, tokens
+    count = sum(map(len, tokens))
+    return {"tokens_per_s": count / seconds, "tokens_per_cpu_s": count / of_processor}, tokens
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found = Rounds()
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            both = engines(shape, arguments.threads, folder)
-            vocab = both["plain"].engine.runner.vocab_size
+            llm, speculators = engine(arguments, shape, Path(folder))
+            speculators = {name: speculators[name] for name in ("plain", *arguments.drafters)}
+            vocab = llm.engine.runner.vocab_size
             params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
-            for load in (*LOADS, "story") if shape == "story" else LOADS:
+            loads = [load for load in arguments.loads if shape == "story" or load != "story"]
+            for load in [*loads, *arguments.acceptance]:
                 for batch in arguments.batches:
-                    texts = [text_of(load, index, arguments.new_tokens, vocab) for index in range(batch)]
+                    kind = load if isinstance(load, str) else "random"
+                    texts = [text_of(kind, index, arguments.new_tokens, vocab) for index in range(batch)]
                     prompts: list[Any] = [{"prompt_token_ids": text[:PROMPT_TOKENS]} for text in texts]
                     if load == "story":
                         prompts, texts = [_STORIES[index % len(_STORIES)] for index in range(batch)], []
-                    _one_load(found, f"{shape} {load} {batch}", both, prompts, texts, params, arguments.rounds)
+                    name = f"{shape} {load} {batch}"
+                    _one_load(found, name, llm, speculators, prompts, texts, load, params, arguments)
     return {"values": found.values}
 
 
 def _one_load(
     found: Rounds,
-    load: str,
-    both: dict[str, LLM],
+    name: str,
+    llm: LLM,
+    speculators: dict[str, Speculator | None],
     prompts: list[Any],
     texts: list[list[int]],
+    load: str | float,
     params: Params,
-    rounds: int,
+    arguments: argparse.Namespace,
 ) -> None:
-    """Measure a load after a round that does not count."""
-    for at in range(rounds + 1):
+    """Measure a load after rounds that do not count."""
+    chosen = dict(speculators)
+    if not isinstance(load, str):
+        chosen.pop("ngram", None)
+    elif texts:  # a draft of random weights says nothing of given texts
+        chosen.pop("draft", None)
+    if len(chosen) == 1:
+        return
+    for at in range(-arguments.warm_up, arguments.rounds):
         said = {}
-        for name, llm in both.items() if at % 2 else reversed(both.items()):
-            if texts:
-                with saying(llm, texts):
-                    tokens_per_s, said[name] = rate(llm, prompts, params)
-            else:
-                tokens_per_s, said[name] = rate(llm, prompts, params)
-            if at:
-                found.add(load, name, {"tokens_per_s": tokens_per_s})
-        if said["plain"] != said["ngram"]:
-            raise SystemExit(f"{load}: drafts have changed tokens")
-    compared = found.compared(load, "plain", "tokens_per_s", "ngram")
-    print(f"{load}: {spread(compared.ratio, compared.ratio_low, compared.ratio_high)}", flush=True)
+        for drafter, speculator in chosen.items() if at % 2 else reversed(chosen.items()):
+            llm.engine.core.speculator = speculator
+            with ExitStack() as forced:
+                if texts:
+                    forced.enter_context(saying(llm, texts))
+                if drafter == "draft" and not isinstance(load, str):
+                    forced.enter_context(right_by_chance(llm, texts, load))
+                measured, said[drafter] = rate(llm, prompts, params)
+            if at >= 0:
+                found.add(name, drafter, measured)
+        if any(tokens != said["plain"] for tokens in said.values()):
+            raise SystemExit(f"{name}: drafts have changed tokens")
+    for drafter in [each for each in chosen if each != "plain"]:
+        ratios = [found.compared(name, "plain", measure, drafter) for measure in ("tokens_per_s", "tokens_per_cpu_s")]
+        by_clock, by_processor = (spread(each.ratio, each.ratio_low, each.ratio_high) for each in ratios)
+        print(f"{name}, {drafter}: {by_clock}; by the processor's time {by_processor}", flush=True)
 
 
 def table(content: dict[str, Any]) -> str:
     found = Rounds(content["values"])
-    lines = ["| model, load, batch | plain tokens/s | with drafts | ratio (by round) |", "|---|---:|---:|---:|"]
-    for load in found.values:
-        plain = found.compared(load, "plain", "tokens_per_s", "ngram")
-        drafted = found.compared(load, "ngram", "tokens_per_s", "ngram")
-        ratio = spread(plain.ratio, plain.ratio_low, plain.ratio_high)
-        lines.append(f"| {load} | {number(plain.median)} | {number(drafted.median)} | {ratio} |")
+    lines = ["| model, load, batch | drafts | plain tokens/s | with drafts | ratio (by round) |"]
+    lines.append("|---|---|---:|---:|---:|")
+    for load, things in found.values.items():
+        for name in things.keys() - {"plain"}:
+            plain = found.compared(load, "plain", "tokens_per_s", name)
+            drafted = found.compared(load, name, "tokens_per_s", name)
+            ratio = spread(plain.ratio, plain.ratio_low, plain.ratio_high)
+            lines.append(f"| {load} | {name} | {number(plain.median)} | {number(drafted.median)} | {ratio} |")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=("story", *SHAPES), nargs="+", default=["story", "qwen2.5-0.5b"])
+    parser.add_argument("--drafters", choices=DRAFTERS, nargs="+", default=list(DRAFTERS))
+    parser.add_argument("--loads", choices=(*LOADS, "story"), nargs="*", default=[*LOADS, "story"])
+    parser.add_argument("--acceptance", type=float, nargs="*", default=[], help="set acceptances of a draft model")
+    parser.add_argument("--num-speculative-tokens", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -165,6 +243,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, least, most in (("rounds", 1, 1000), ("new_tokens", 2, 1024 - PROMPT_TOKENS)):
         if not least <= (value := getattr(arguments, name)) <= most:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {least} and {most}")
+    if not all(0.0 <= chance <= 1.0 for chance in arguments.acceptance):
+        parser.error(f"--acceptance is {arguments.acceptance}; each must be between 0 and 1")
     if not all(1 <= batch <= 64 for batch in arguments.batches):
         parser.error(f"--batches is {arguments.batches}; each must be between 1 and 64")
     keep(arguments, measure, table)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
@@ -21,14 +23,16 @@ from headway.engine.record_file import RecordFile
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
 from headway.kernels import kernels_for
-from headway.kernels.interface import KV_CACHE_DTYPES
+from headway.kernels.interface import KV_CACHE_DTYPES, Kernels
 from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
 from headway.policy.cache.swap import NO_SWAP
+from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
@@ -57,6 +61,7 @@ class LoadedEngine:
     kernels: str = ""  # which of several were chosen by measuring, for people
     block_bytes: int = 0
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
+    draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
 
 
 def build_engine(
@@ -110,12 +115,14 @@ def build_engine(
         stages.done("weight_cache", time.monotonic_ns() - began)
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
     model = load_model(folder, dtype, kernels, device, *options, known, sinks)
+    draft = _draft(config, model_config, folder, dtype, kernels, device)
     with stages.timed("kv_allocation"):
         grouped = _windows(model_config, cache_dtype)
         windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
         groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
         block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype, groups)
-        pool = _pool(config, device, model_config, block_bytes, asked_len, grouped)
+        draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, dtype)
+        pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
         runner = Runner(
             model,
             kernels,
@@ -139,7 +146,8 @@ def build_engine(
         sizes = pool.num_blocks, config.block_size
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
         _capture(runner)
-    core, left_out = EngineCore(scheduler, runner, speculator=_speculator(config, model_config, scheduler)), []
+        speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
+    core, left_out = EngineCore(scheduler, runner, speculator=speculator), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -148,7 +156,7 @@ def build_engine(
         cache.keep(model.weights, kernels.named)
         kept_bytes = cache.kept_bytes
     about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes)
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes)
 
 
 class _Stages:
@@ -246,17 +254,46 @@ def _capture(runner: Runner) -> None:
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
-def _speculator(config: EngineConfig, model: ModelConfig, scheduler: Scheduler) -> Speculator | None:
-    """What proposes drafts, if that is asked for. Raises EngineError for a model that cannot take them back."""
+def _draft(
+    config: EngineConfig, target: ModelConfig, folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device
+) -> Decoder | None:
+    """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
     wanted = config.speculative_config
-    if wanted is None:
-        return None
-    if model.shape.recurrent:
+    if wanted is not None and target.shape.recurrent:
         raise EngineError(
             "speculative_config: this model has recurrent layers, whose states cannot go back behind drafts that were "
             "refused; leave it out"
         )
-    return Speculator(NgramDrafter(wanted), wanted.num_speculative_tokens, scheduler)
+    if wanted is None or wanted.model is None:
+        return None
+    try:
+        options = dtype, kernels, device, config.load_format, config.seed
+        return load_draft(resolve_model(wanted.model), folder, target.shape.vocab, *options)
+    except ValueError as error:
+        raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
+
+
+def _speculator(
+    config: EngineConfig, vocab_size: int, scheduler: Scheduler, draft: Decoder | None, device: torch.device
+) -> Speculator | None:
+    """What proposes drafts, if that is asked for."""
+    wanted = config.speculative_config
+    if wanted is None:
+        return None
+    most = wanted.num_speculative_tokens
+    if draft is None:
+        return Speculator(NgramDrafter(wanted), most, scheduler)
+    blocks, limits = scheduler.blocks, scheduler.config
+    sizes = blocks.num_blocks, blocks.block_size
+    longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
+    seats, graphs = limits.max_num_seqs, not config.enforce_eager
+    runner = Runner(draft, draft.kernels, device, draft.dtype, *sizes, seats, longest, graphs=graphs)
+    warm_up(replace(limits, max_model_len=longest), runner, KVBlocks(*sizes, enable_prefix_caching=False))
+    _capture(runner)
+    drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
+    model = DraftModel(runner, pool, longest, vocab_size)
+    model.measure(drafting)
+    return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 
 
 def _device(name: str) -> torch.device:

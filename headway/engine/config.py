@@ -13,7 +13,7 @@ from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
-from headway.policy.step.speculation import SpeculativeConfig
+from headway.policy.step.speculative_config import SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -134,7 +134,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         SpeculativeConfig | None,
         _engine(
             'Try drafts, which change no token, where they are predicted to pay: {"method": "ngram"} drafts from the '
-            "prompt and the output. Further keys: num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
+            'prompt and the output, {"method": "draft_model", "model": NAME} with a small model, too. Further keys: '
+            "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
             parse=SpeculativeConfig.of,
             metavar="JSON",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from headway.engine.counts import StepCounts, Stepped
 from headway.engine.drafter import Speculator
@@ -136,7 +136,7 @@ class EngineCore:
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
         if self.speculator is not None:
-            self.speculator.forget(sequence.seq_id)
+            self.speculator.forget(sequence)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -173,6 +173,8 @@ class EngineCore:
             self._queue_ready()
         outputs, self._pending = self._pending, []
         self._stepped = None
+        if self.speculator is not None:
+            self.speculator.propose()
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         for seq_id in plan.expired:
@@ -195,7 +197,7 @@ class EngineCore:
             self.scheduler.propose(seq_id, drafts)
         outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
         if self.speculator is not None:
-            self.speculator.step_ended(plan, changed, outcome.times)
+            self.speculator.step_ended(plan, changed)
         self._stepped = Stepped(plan, outcome, changed)
         return outputs
 
@@ -255,3 +257,18 @@ class EngineCore:
         )
         self._forget(sequence)
         return output
+
+    def check(self) -> None:
+        """Verify the integrity of the KV pool, and of a draft model's.
+
+        Raises:
+            RuntimeError: naming the block that leaked.
+        """
+        for _ in self.check_by_parts():
+            pass
+
+    def check_by_parts(self) -> Iterator[None]:
+        """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
+        yield from self.scheduler.check_by_parts()
+        if self.speculator is not None:
+            yield from self.speculator.check_by_parts()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from headway.engine.draft_model import DraftModel
 from headway.engine.messages import EngineStats
-from headway.policy.step.accounting import StepTimes
+from headway.policy.step.drafting import Drafting
 from headway.policy.step.plan import StepPlan, accepted_drafts
 from headway.policy.step.request import Sequence
 from headway.policy.step.scheduler import Scheduler
-from headway.policy.step.speculation import Proposal, Speculation, SpeculativeConfig
+from headway.policy.step.speculation import Proposal, Speculation
+from headway.policy.step.speculative_config import SpeculativeConfig
 
 # Tokens that are entered in the index between two steps, so that long prompts delay nobody: less than a millisecond.
 INDEXED_AT_ONCE = 1024
 _MOST_PLACES = 8  # places that are compared
+logger = logging.getLogger("headway.engine")
 
 
 class Drafter(Protocol):
@@ -144,44 +148,111 @@ def _is_free(sequence: Sequence) -> bool:
 
 
 class Speculator:
-    """Has the scheduler try drafts: asks a drafter for them after each step, and the policy how many pay."""
+    """Has the scheduler try drafts: asks drafters for them before each step, and the policy how many pay.
+
+    Args:
+        drafter: finds drafts in next to no time.
+        most: most drafts behind a token.
+        model: makes drafts where those that are found are likelier wrong; None for none.
+        drafting: decides about the model, whose times it knows.
+
+    Attributes:
+        model: the model; None also once it has failed.
+    """
 
     def __init__(
-        self, drafter: Drafter, most: int, scheduler: Scheduler, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        drafter: Drafter,
+        most: int,
+        scheduler: Scheduler,
+        clock: Callable[[], int] = time.monotonic_ns,
+        model: DraftModel | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._drafter = drafter
         self._clock = clock
         self._most = most
         self._scheduler = scheduler
-        self._policy = Speculation(most, scheduler.accounting.step_time)
+        self.model = model
+        self._policy = Speculation(most, scheduler.accounting.step_time, drafting)
+        self._is_due = self._was_poor = False
+        self._learning_ns = 0
+        self._kinds: dict[int, str] = {}  # of the drafts that the next step is to try, by seq_id
 
-    def step_ended(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], times: StepTimes) -> None:
-        """Learn from a step that was completed, and propose drafts for the next one.
+    def step_ended(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]]) -> None:
+        """Learn from a step that was completed.
 
         Args:
             changed: what Scheduler.complete() returned.
         """
-        policy, scheduler = self._policy, self._scheduler
-        if policy.rests():
-            return
-        began = self._clock()
-        new_tokens = 0
-        for sequence, new in changed:
-            policy.heed(sequence.seq_id, new)
-            new_tokens += len(new)
+        policy, began = self._policy, self._clock()
+        self._kinds = {}
+        self._is_due = not policy.rests()
         if plan.work.decode_tokens == plan.num_tokens:
-            took_ns = times.sampled_ns - scheduler.decisions[-1].planned_ns
+            new_tokens = sum([len(new) for _, new in changed])
+            took_ns = began - self._scheduler.decisions[-1].planned_ns
             policy.took(len(plan.scheduled), plan.num_tokens, new_tokens, took_ns)
+        if self._is_due:
+            for sequence, new in changed:
+                policy.heed(sequence.seq_id, new)
+            self._learning_ns = self._clock() - began
+
+    def propose(self) -> None:
+        """Propose drafts for the next step, where they pay. The time is accounted to all sequences that run."""
+        policy, scheduler = self._policy, self._scheduler
+        if not self._is_due:
+            return
+        self._is_due = False
         if not policy.asks():
             return
+        began = self._clock()
         running = scheduler.running
         decoding = [sequence for sequence in running if sequence.is_decoding]
-        proposals = self._drafter.propose([each for each in decoding if _is_free(each)], self._most)
+        free = [each for each in decoding if _is_free(each)]
+        proposals = self._drafter.propose(free, self._most)
         has_seats = len(running) < scheduler.config.max_num_seqs
         with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)
+        by_model_ns = 0
+        if self.model is not None and free:
+            searched = self._clock()
+            proposals |= self._of_model(self.model, free, proposals, len(decoding), with_prompts)
+            by_model_ns = self._clock() - searched
         for seq_id, drafts in policy.choose(proposals, len(decoding), with_prompts).items():
             scheduler.propose(seq_id, drafts)
-        policy.spent(self._clock() - began)
+            self._kinds[seq_id] = "draft_model" if proposals[seq_id].confidences else "ngram"
+        ended = self._clock()
+        policy.spent(self._learning_ns + ended - began - by_model_ns)
+        scheduler.accounting.record_drafting(running, began, ended)
+
+    def _of_model(
+        self,
+        model: DraftModel,
+        free: list[Sequence],
+        found: dict[int, Proposal],
+        decoding: int,
+        with_prompts: bool,
+    ) -> dict[int, Proposal]:
+        """Drafts of the model for the sequences whose drafts that were found are less likely right."""
+        policy, slack_ns = self._policy, self._scheduler.decisions[-1].slack_ns
+        lacking = [s for s in free if s.seq_id not in found or not policy.is_likelier(s.seq_id, found[s.seq_id])]
+        drafting = policy.opens(decoding, with_prompts, slack_ns) if lacking else None
+        if drafting is None:
+            return {}
+        try:
+            drafts = model.propose(lacking, drafting)
+        except Exception:
+            logger.exception("the draft model failed, and is used no more; answers go on without it")
+            self.model = None
+            model.reset()
+            return {}
+        if drafting.is_poor != self._was_poor:
+            self._was_poor = drafting.is_poor
+            right = f"{drafting.hits.mean:.0%} of its drafts are right"
+            if drafting.is_poor:
+                logger.warning("the draft model is switched off: %s, which wins no time; it is tried rarely", right)
+            else:
+                logger.warning("the draft model is used again: %s", right)
+        return drafts
 
     def count(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], stats: EngineStats) -> None:
         """Add to the counters of a step what became of its drafts."""
@@ -190,15 +261,25 @@ class Speculator:
         new_of = {sequence.seq_id: new for sequence, new in changed}
         for item in plan.scheduled:
             if item.samples > 1 and item.seq_id in new_of:
-                accepted = accepted_drafts(item, new_of[item.seq_id])
+                accepted, tried = accepted_drafts(item, new_of[item.seq_id]), item.samples - 1
                 stats.spec_decode_num_drafts += 1
-                stats.spec_decode_num_draft_tokens += item.samples - 1
+                stats.spec_decode_num_draft_tokens += tried
                 stats.spec_decode_num_accepted_tokens += accepted
+                of_kind = stats.drafts_of_kind.setdefault(self._kinds.get(item.seq_id, "grammar"), [0, 0])
+                of_kind[0] += tried
+                of_kind[1] += accepted
                 stats.accepted_at += [0] * (accepted - len(stats.accepted_at))
                 for at in range(accepted):
                     stats.accepted_at[at] += 1
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
-        self._drafter.forget(seq_id)
-        self._policy.forget(seq_id)
+        self._drafter.forget(sequence.seq_id)
+        self._policy.forget(sequence.seq_id, sequence.output_len)
+        if self.model is not None:
+            self.model.forget(sequence.seq_id)
+
+    def check_by_parts(self) -> Iterator[None]:
+        """Check the draft model's pool, as KVBlocks.check_by_parts() does."""
+        if self.model is not None:
+            yield from self.model.check_by_parts()

@@ -13,7 +13,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Request
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -81,6 +81,7 @@ class Ready(_Message):
     kernels: str = ""  # which of several were chosen by measuring, for people
     block_bytes: int = 0  # bytes of a KV block in all layers
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
+    draft_block_bytes: int = 0  # bytes of a block of the draft model's KV cache, if there is one
 
 
 class Failed(_Message):
@@ -201,6 +202,7 @@ class EngineStats(_Message):
     spec_decode_num_drafts: int = 0  # sequences that tried drafts
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    drafts_of_kind: dict[str, list[int]] = {}  # kind -> drafts that were tried, and accepted
     accepted_at: list[int] = []  # how many sequences accepted their first draft, their second one, and so on
 
 

@@ -157,6 +157,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.kernels,
             engine.block_bytes,
             engine.kept_bytes,
+            engine.draft_block_bytes,
         )
     )
     return _step_loop(channel, engine.core, parent)
@@ -189,7 +190,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
                 return 0
         if core.has_work:
             channel.send(core.step())
-            checking = core.scheduler.check_by_parts()
+            checking = core.check_by_parts()
         elif busy:  # everything was aborted between two steps
             channel.send(core.idle())
         elif checking is not None and next(checking, _CHECKED) is _CHECKED:

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.cost import catalogue
+from headway.cost import catalogue, speculative
+from headway.cost.capacity import sequence_bytes
 from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
+from headway.cost.timing import Deployment
 from headway.planner.plan import Plan
 from headway.planner.request import PlanRequest, Speculation
+from headway.planner.resolve import draft_of
+from headway.planner.words import gigabytes
 
 # Leviathan et al. (2023) report 0.5 to 0.9 for drafts of a hundredth of the size; text that repeats its prompt, such as
 # summaries and edited code, comes to the speedups that are published for n-grams with 0.6.
@@ -18,6 +22,7 @@ NGRAM_ACCEPTANCE, DRAFT_ACCEPTANCE = 0.6, 0.7
 HIT_SHARE = 0.5
 # A draft model has at most this share of the parameters.
 DRAFT_SHARE = 0.25
+SHOWN_BATCHES = (1, 8, 64)
 _FAMILY = re.compile(r"[a-z-]+\d+")
 _SERVE = "`headway serve`"
 _LOADS = {"batch": ("batch_size", "batch"), "concurrency": ("concurrency", "clients")}
@@ -115,16 +120,17 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if base.request.speculation is not None:
         yield from ((name, "the plan has speculative decoding already") for name in names)
         return
+    if base.engine.is_headway and base.deployment.shape.recurrent:
+        yield from ((name, f"{_SERVE} takes no drafts back from recurrent layers") for name in names)
+        return
     lossless = "lossless; the best k for this batch; TTFT stays"
     yield Change(
         names[0],
         "speculation",
         {"speculation": Speculation(4, NGRAM_ACCEPTANCE)},
-        f"acceptance {NGRAM_ACCEPTANCE:g} of proposals that take no time, for text that repeats itself; {lossless}",
+        f"acceptance {NGRAM_ACCEPTANCE:g} of proposals that take no time, for text that repeats itself; {lossless}; "
+        + _by_batch(base, NGRAM_ACCEPTANCE, None),
     )
-    if base.engine.is_headway:
-        yield names[1], f"{_SERVE} drafts from n-grams alone"
-        return
     draft = draft_model(base)
     if draft is None:
         yield names[1], "no model of its family with at most a quarter of the parameters is in the catalogue"
@@ -133,8 +139,28 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
         names[1],
         "speculation",
         {"speculation": Speculation(4, DRAFT_ACCEPTANCE, draft)},
-        f"acceptance {DRAFT_ACCEPTANCE:g}; {lossless}; memory of the draft is not counted",
+        f"acceptance {DRAFT_ACCEPTANCE:g}; {lossless}; " + _draft_memory(base, draft),
     )
+
+
+def _draft_memory(base: Plan, name: str) -> str:
+    """What a draft model takes, and what it makes of decoding."""
+    draft = draft_of(name, base.deployment)
+    weights = draft.precision.linear.bytes_of(draft.device.num_parameters)
+    cache = sequence_bytes(draft, 1, 1, rolling=False)
+    memory = f"the draft's {gigabytes(weights)} and {cache / 1000:.0f} kB of cache for a token are not counted"
+    return f"{_by_batch(base, DRAFT_ACCEPTANCE, draft)}; {memory}"
+
+
+def _by_batch(base: Plan, acceptance: float, draft: Deployment | None) -> str:
+    """What the best number of drafts makes of TPOT, by batch."""
+    found = []
+    for batch in SHOWN_BATCHES:
+        costs = base.deployment, draft, batch, base.workload.mean_context
+        best = speculative.best_tokens(*costs, acceptance)
+        gain = speculative.tpot_s(*costs, 0, 0.0) / speculative.tpot_s(*costs, best, acceptance)
+        found.append(f"{gain:.2f} x at batch {batch}")
+    return "decoding " + ", ".join(found)
 
 
 def draft_model(base: Plan) -> str | None:

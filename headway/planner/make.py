@@ -7,21 +7,17 @@ from dataclasses import replace
 
 from headway.cost import price, speculative
 from headway.cost.capacity import Capacity, capacity
-from headway.cost.layers import ShapeError
 from headway.cost.loading import loading
 from headway.cost.memory import kv_cache_bytes, weight_bytes
-from headway.cost.parallel import Parallelism, check
 from headway.cost.requests import RequestShape
-from headway.cost.timing import Deployment
 from headway.planner import estimates
 from headway.planner.assumptions import assumptions
 from headway.planner.estimates import Estimates
 from headway.planner.loads import Lanes, Outcome, intake_s, per_lane
-from headway.planner.models import find_model
 from headway.planner.plan import Bars, Costs, Estimate, Plan, PlannedStep, Speculated
 from headway.planner.problems import problem, warnings
-from headway.planner.request import PlanError, PlanRequest
-from headway.planner.resolve import Resolved, resolve
+from headway.planner.request import PlanRequest
+from headway.planner.resolve import Resolved, draft_of, resolve
 from headway.planner.steps import compute_bound_batch, compute_bound_weights, decode_step, prefill_step
 
 
@@ -224,7 +220,7 @@ def _speculated(request: PlanRequest, found: Resolved, workload: RequestShape, b
     """
     if (asked := request.speculation) is None:
         return None
-    draft = _draft(asked.draft, found) if asked.draft is not None else None
+    draft = draft_of(asked.draft, found.deployment) if asked.draft is not None else None
     target, context = found.deployment, workload.mean_context
     plain = speculative.tpot_s(target, None, batch, context, 0, 0.0)
     tpot = speculative.tpot_s(target, draft, batch, context, asked.tokens, asked.acceptance)
@@ -235,18 +231,3 @@ def _speculated(request: PlanRequest, found: Resolved, workload: RequestShape, b
         best_tokens=speculative.best_tokens(target, draft, batch, context, asked.acceptance),
         break_even=speculative.break_even(target, draft, batch, context, asked.tokens),
     )
-
-
-def _draft(name: str, found: Resolved) -> Deployment:
-    target = found.deployment
-    try:
-        shape = find_model(name, "none").shape
-    except ValueError as error:
-        raise PlanError(f"draft {error}") from None
-    alike = Parallelism(tensor=target.parallelism.tensor)
-    try:
-        check(shape, alike, target.hardware.link)
-    except ShapeError:
-        alike = Parallelism()
-    precision = replace(target.precision, linear=target.precision.rest, experts=None)
-    return Deployment(shape, precision, target.hardware, target.efficiency, alike, target.flash)

@@ -304,3 +304,22 @@ def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limit
         rolling=not (hardware.measured and shape.kinds and request.kv_cache_dtype == "int8"),
         sampler_bytes=sampling_bytes(limits.sequences, shape.vocab, longest) if hardware.measured else 0,
     )
+
+
+def draft_of(name: str, target: Deployment) -> Deployment:
+    """A draft model beside another model: plain weights, on as many devices where these can share a layer of it.
+
+    Raises:
+        PlanError: there is no such model.
+    """
+    try:
+        shape = find_model(name, "none").shape
+    except ValueError as error:
+        raise PlanError(f"draft {error}") from None
+    alike = Parallelism(tensor=target.parallelism.tensor)
+    try:
+        check(shape, alike, target.hardware.link)
+    except ShapeError:
+        alike = Parallelism()
+    precision = replace(target.precision, linear=target.precision.rest, experts=None)
+    return Deployment(shape, precision, target.hardware, target.efficiency, alike, target.flash)

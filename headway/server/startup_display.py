@@ -98,6 +98,9 @@ class StartupDisplay:
             f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
             f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
         )
+        if ready.draft_block_bytes:
+            own, drafts = (ready.num_blocks * each / 2**20 for each in (ready.block_bytes, ready.draft_block_bytes))
+            self._console.print(f"Draft model: its KV cache takes {drafts:,.0f} MiB beside the model's {own:,.0f} MiB")
         if ready.kernels:
             self._console.print(f"Kernels: {ready.kernels}")
         if ready.kept_bytes:

@@ -16,22 +16,37 @@ from headway.cost.timing import Deployment
 from headway.flags import Flag, limit, size
 from headway.planner.engines import HEADWAY, EngineProfile, find_profile
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
-from headway.planner.resolve import Resolved, find_hardware, resolve
+from headway.planner.resolve import Resolved, draft_of, find_hardware, resolve
 from headway.planner.words import gigabytes
 from headway.policy.admission.queue_bound import QueueLimits
 from headway.policy.admission.quota import Quotas
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
-from headway.policy.cache.sizing import PoolSize, pool_size
+from headway.policy.cache.sizing import CPU_SHARE, PoolSize, pool_size
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.speculative_config import SpeculativeConfig
+from headway.simulator.drafts import DraftPlan, Drafts
 from headway.simulator.engine import Host, NextEngine
 from headway.simulator.server import Server
 from headway.simulator.timing import DecodeTiming, Predicted
 
 MOST_HOST_BLOCKS = 100_000_000
+
+
+def chances(text: str) -> tuple[float, ...]:
+    """Parse probabilities with commas between them. Raises ValueError."""
+    try:
+        found = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0.0 <= each <= 1.0 for each in found):
+        raise ValueError(f"{text!r}: give a probability from 0 to 1, or several with commas between them")
+    return found
+
+
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
 _limit = functools.partial(_server, parse=limit, metavar="N|none")
@@ -44,6 +59,7 @@ class ServerOptions(DeploymentOptions):
     Args:
         kv_cache_memory: bytes of the KV pool of a device; None is what the device has left.
         max_num_queued_reqs, max_num_queued_tokens: infinite for no limit, None suits the engine's size.
+        acceptance: the chance that a draft is right, by its place.
         given: names of fields, here and in SchedulingOptions, that the user has given; the others have the defaults of
             the profile.
     """
@@ -54,6 +70,22 @@ class ServerOptions(DeploymentOptions):
     given: frozenset[str] = frozenset()
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, such as 4G. Default: what remains.", parse=size, metavar="SIZE")
+    ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _engine(
+            'Drafts as of headway serve, such as {"method": "ngram"} or {"method": "draft_model", "model": NAME}.',
+            parse=SpeculativeConfig.of,
+            metavar="JSON",
+        ),
+    ] = None
+    acceptance: Annotated[
+        tuple[float, ...] | None,
+        _engine(
+            "With --speculative-config: chance that a draft is right, 0 to 1; several by place, such as 0.8,0.7,0.6.",
+            parse=chances,
+            metavar="P[,P...]",
+        ),
     ] = None
     service_classes: Annotated[
         ClassFile | None,
@@ -94,10 +126,14 @@ class Deployed:
     about: dict[str, Any]
     quotas: Quotas | None = None
     deployment: Deployment | None = None
+    drafts: DraftPlan | None = None
 
     def server(self, next_engine: NextEngine | None = None) -> Server:
         """Make the simulated server, without clients. The arguments are those of `simulate`."""
-        return Server(self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, quotas=self.quotas)
+        server = Server(self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, self.quotas)
+        if self.drafts is not None:
+            server.drafts = Drafts(self.drafts, self.scheduler)
+        return server
 
 
 def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float = 1.0) -> Deployed:
@@ -113,7 +149,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     scheduling = with_defaults(scheduling, profile, hardware, options)
     found = resolve(_request(options, scheduling, device))
     held = capacity(found.deployment, 1, 1, found.settings)
-    pool = _pool(options, scheduling, device, found, held)
+    drafts = _drafts(options, found)
+    pool = _pool(options, scheduling, device, found, held, drafts)
     pool = replace(pool, num_blocks=round(pool.num_blocks * pools))
     if options.service_classes is not None:
         scheduling = replace(scheduling, classes=options.service_classes.table)
@@ -149,7 +186,22 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     per_output_ns = round(efficiency.output_s * 1e9)
     ahead = profile.limits(hardware).ahead
     host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns, ahead=ahead)
-    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment)
+    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment, drafts)
+
+
+def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
+    """What is asked for of drafts. Raises PlanError where it is not all said, or drafts cannot be taken back."""
+    asked = options.speculative_config
+    if asked is None:
+        if options.acceptance is not None:
+            raise PlanError("--acceptance works only with --speculative-config")
+        return None
+    if options.acceptance is None:
+        raise PlanError("--speculative-config needs --acceptance, which depends on draft, model and text")
+    if found.model.shape.recurrent:
+        raise PlanError(f"--speculative-config: {found.model.name} has recurrent layers, which take no drafts back")
+    model = None if asked.model is None else draft_of(asked.model, found.deployment)
+    return DraftPlan(asked.num_speculative_tokens, options.acceptance, model)
 
 
 def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str) -> PlanRequest:
@@ -203,7 +255,12 @@ def _swap(options: ServerOptions, scheduling: SchedulingOptions, device: str, fo
 
 
 def _pool(
-    options: ServerOptions, scheduling: SchedulingOptions, device: str, found: Resolved, held: Capacity
+    options: ServerOptions,
+    scheduling: SchedulingOptions,
+    device: str,
+    found: Resolved,
+    held: Capacity,
+    drafts: DraftPlan | None,
 ) -> PoolSize:
     """Blocks for keys and values, as many as a live engine would have."""
     block_size, longest = scheduling.block_size, _longest(options, found)
@@ -214,9 +271,14 @@ def _pool(
             f"{gigabytes(held.weights)}, activations and workspace {gigabytes(held.activations + held.workspace)}"
             + (f"; it would fit with {' or with '.join(helps)}" if helps else "")
         )
+    draft, draft_bytes, left = None if drafts is None else drafts.model, 0, held.kv_pool
+    if draft is not None:
+        draft_bytes = sequence_bytes(draft, block_size, block_size, rolling=False)
+        share = CPU_SHARE if device == "cpu" else 1.0
+        left -= int(share * capacity(draft, 1, 1, found.settings).weights)
     return pool_size(
-        held.kv_pool if options.kv_cache_memory is None else options.kv_cache_memory,
-        _block_bytes(options, found, block_size),
+        left if options.kv_cache_memory is None else options.kv_cache_memory,
+        _block_bytes(options, found, block_size) + draft_bytes,
         block_size,
         scheduling.max_num_seqs,
         longest,

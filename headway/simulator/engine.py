@@ -14,6 +14,7 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.steady import Draws, SteadyDecodes
 from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import Choice, EngineDied, Present, Stuck
+from headway.simulator.drafts import Drafts
 from headway.simulator.log import StepLog
 from headway.simulator.timing import DecodeTiming, Timing
 from headway.simulator.traffic import EOS
@@ -52,6 +53,7 @@ class Engine(ABC):
         now: the time.
         steps: the log of the steps that were run.
         is_idle: it goes on as soon as something comes.
+        drafts: has steps try drafts; None without speculation.
     """
 
     def __init__(self, scheduler: Scheduler, timing: Timing, host: Host, next_engine: NextEngine | None) -> None:
@@ -71,6 +73,7 @@ class Engine(ABC):
         self._early = 0  # messages that were there when the last step began
         self._choices: dict[int, Choice] = {}  # choices that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
+        self.drafts: Drafts | None = None
 
     @abstractmethod
     def _next_ns(self) -> int:
@@ -146,12 +149,16 @@ class Engine(ABC):
         for choice in list(present.choices):
             if choice.sequence.finish_reason is None:
                 self.scheduler.abort(choice.sequence, self.now)
+                if self.drafts is not None:
+                    self.drafts.forget(choice.sequence)
                 self._end(choice)
 
     # --- steps --------------------------------------------------------------------------------------
 
     def _step(self) -> Generator[int, int, None]:
         """Run a step with a plan."""
+        if self.drafts is not None:
+            self.now = self.drafts.propose(self._choices, self.now)
         planned = self.now
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
@@ -166,16 +173,20 @@ class Engine(ABC):
             yield died.at_ns
             return self._continue_in(died, self._next_engine())
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
-        changed = self.scheduler.complete(plan, self._drawn, times)
+        drawn = self._drawn if self.drafts is None else self.drafts.drawn(plan, self._choices, self._drawn)
+        changed = self.scheduler.complete(plan, drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
         self.steps.add(planned, plan.work, len(plan.scheduled), len(plan.preempted), times, self.scheduler)
         choices = self._choices
-        for sequence, _ in changed:
+        if self.drafts is not None:
+            self.drafts.step_ended(plan, changed, planned, times)
+        for sequence, new in changed:
             choice = choices[sequence.seq_id]
             token_ns = choice.answer.token_ns
-            token_ns.append(now)
-            if len(token_ns) == choice.until_next:
-                self._note_first_token(choice, now)
+            for _ in new:
+                token_ns.append(now)
+                if len(token_ns) == choice.until_next:
+                    self._note_first_token(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
 
@@ -189,7 +200,7 @@ class Engine(ABC):
 
     def _steady_step(self) -> tuple[SteadyDecodes, StepWork] | None:
         """The next step, where the same choices decode in it as before and nothing is to be decided."""
-        if self._steady is None:
+        if self._steady is None and self.drafts is None:
             self._steady, self._first_steady = SteadyDecodes.of(self.scheduler, self._draws), len(self.steps)
         if self._steady is not None and (work := self._steady.work_of_step(self.now)) is not None:
             return self._steady, work
@@ -271,6 +282,8 @@ class Engine(ABC):
         """
         self.steps.engines_lost += 1
         self._back_ns = died.back_ns
+        if self.drafts is not None:
+            self.drafts = Drafts(self.drafts.plan, scheduler)
         inside = {id(choice.of): choice.of for choice in self._choices.values()}
         inside |= {id(present): present for do, present in self._inbox if do == self._add}
         given_up = {id(present) for do, present in self._inbox if do == self._abort}

@@ -1,4 +1,7 @@
-"""Speculation that tries each draft there is, whether that pays or not, and a drafter that knows what follows."""
+"""Speculation that tries each draft there is, whether that pays or not, and a drafter that knows what follows.
+
+A draft model drafts for all sequences before each step then, always as far.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 
 from headway import LLM
 from headway.engine.drafter import Speculator
+from headway.policy.step.drafting import BESIDE, Drafting
 from headway.policy.step.plan import StepPlan, accepted_drafts
 from headway.policy.step.request import Sequence
 from headway.policy.step.speculation import Proposal, Speculation
@@ -73,3 +77,25 @@ def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | No
 
     patch.setattr(core.scheduler, "complete", counting)
     return counts
+
+
+def draft_always(patch: pytest.MonkeyPatch, count: int = 4) -> None:
+    """Let draft models make `count` drafts for each sequence before each step."""
+
+    def opens(self: Speculation, decoding: int, with_prompts: bool, slack_ns: float = 0.0) -> Drafting | None:
+        assert self.drafting is not None
+        self.drafting.open(decoding, float, 1 << 20)
+        return self.drafting
+
+    def begin(
+        self: Drafting, lacks: Mapping[int, int], output_lens: Mapping[int, int]
+    ) -> tuple[dict[int, int], list[int]]:
+        return {seq_id: each - 1 for seq_id, each in lacks.items() if each > BESIDE}, list(lacks)
+
+    def goes_on(self: Drafting, confidences: Mapping[int, float]) -> list[int]:
+        self._step.passes += 1
+        return list(confidences) if self._step.passes < count else []
+
+    patch.setattr(Speculation, "opens", opens)
+    patch.setattr(Drafting, "begin", begin)
+    patch.setattr(Drafting, "goes_on", goes_on)

@@ -13,7 +13,7 @@ from headway.bundled import STORY
 from headway.engine.drafter import INDEXED_AT_ONCE, NgramDrafter, Repeats
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.step.request import Resumed, Sequence
-from headway.policy.step.speculation import SpeculativeConfig
+from headway.policy.step.speculative_config import SpeculativeConfig
 from tests.engine.eager import try_all_drafts
 from tests.engine.models import write_config
 from tests.policy.simulation import make_sequence

@@ -70,7 +70,7 @@ STAGES = (
     Stage(
         "decode",
         "decode",
-        (Phase.DECODE_COMPUTE, Phase.VERIFY),
+        (Phase.DECODE_COMPUTE, Phase.DRAFT, Phase.VERIFY),
         "decode-compute",
         "fewer bytes of weights (quantisation), more bandwidth",
     ),

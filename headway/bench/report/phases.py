@@ -57,7 +57,7 @@ AFTER = (
     Part("stall_preempted", "preempted", "stall-preempted", "stall", ("decode_stall_preempted",)),
     Part("stall_recompute", "recomputing after preemption", "stall-recompute", "stall", ("decode_stall_recompute",)),
     Part("faults", "a step failed, or the engine", "red", "stall", ("step_retry", "engine_lost", "engine_restart")),
-    Part("decode_compute", "decode", "decode-compute", "compute", ("decode_compute", "verify")),
+    Part("decode_compute", "decode", "decode-compute", "compute", ("decode_compute", "draft", "verify")),
     Part("sampling", "sampling", "sampling", "other", ("sampling",)),
     Part("schedule", "between steps", "schedule", "other", ("schedule",)),
     Part(

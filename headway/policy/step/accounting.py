@@ -109,6 +109,15 @@ class Accounting:
                 sequence.ledger.mark(Phase.SCHEDULE, began)
                 self._stall(sequence, Phase.STEP_RETRY, ended)
 
+    def record_drafting(self, running: Iterable[Sequence], began: int, ended: int) -> None:
+        """Drafts were made in this time; everybody in the batch waits for them."""
+        self._decode.mark(Phase.SCHEDULE, began)
+        self._decode.mark(Phase.DRAFT, ended)
+        for sequence in running:
+            if sequence.clock_marks is None:
+                sequence.ledger.mark(Phase.SCHEDULE, began)
+                self._stall(sequence, _stall_of(sequence), ended)
+
     def record_step(self, sequences: list[Sequence], plan: StepPlan, idle: list[Sequence], times: StepTimes) -> None:
         """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
 

@@ -27,6 +27,7 @@ class Phase(StrEnum):
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk
     DECODE_COMPUTE = "decode_compute"
+    DRAFT = "draft"  # making drafts, its own and those of others, before steps in which it decoded
     VERIFY = "verify"  # what drafts, its own and those of others, added to steps in which it decoded
     DECODE_STALL_PREFILL = "decode_stall_prefill"  # waited for someone else's prefill
     DECODE_STALL_LOGPROBS = "decode_stall_logprobs"  # waited for the log-probabilities of someone else's prompt

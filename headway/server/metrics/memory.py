@@ -80,6 +80,9 @@ class MemoryMetrics:
             about = str(ready.block_size), str(ready.num_blocks), ready.kv_cache_dtype
             yield gauge("cache_config_info", text, {about: 1}, "block_size", "num_gpu_blocks", "cache_dtype")
             in_use = ready.pinned_blocks if stats is None else sum(stats.blocks_of_class.values())
+            if ready.draft_block_bytes:
+                text = "Bytes of the draft model's KV cache, beside the model's own."
+                yield gauge("draft_kv_cache_bytes", text, ready.num_blocks * ready.draft_block_bytes)
             free = ready.num_blocks - in_use
             yield gauge("kv_cache_used_bytes", "Bytes of KV blocks in use.", in_use * ready.block_bytes)
             yield gauge("kv_blocks_free", "KV blocks that no request uses, cached ones included.", free)

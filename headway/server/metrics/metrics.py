@@ -42,7 +42,7 @@ _STEPS_TOGETHER = 16
 _BROKEN = ("late", "timeout", "error")
 
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
-_DECODE = (Phase.DECODE_COMPUTE, Phase.VERIFY, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
+_DECODE = (Phase.DECODE_COMPUTE, Phase.DRAFT, Phase.VERIFY, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
 
 M = TypeVar("M", Counter, Gauge)
 
@@ -168,6 +168,10 @@ class Metrics:
                 "spec_decode_num_accepted_tokens", "Drafts that were accepted."
             ),
         }
+        by_kind = ", by what made them: ngram, draft_model or grammar."
+        tried = "spec_decode_num_draft_tokens_by_kind", "Drafts that were tried" + by_kind
+        kept = "spec_decode_num_accepted_tokens_by_kind", "Drafts that were accepted" + by_kind
+        self._of_kind = [self._by("kind", Counter, *each) for each in (tried, kept)]
         accepted = "Drafts that were accepted, by their position behind the newest token, from 0 on."
         self._accepted_at = self._by("position", Counter, "spec_decode_num_accepted_tokens_per_pos", accepted)
         stalls = "Time that sequences waited for work of others, by cause."
@@ -268,6 +272,9 @@ class Metrics:
         if stats.spec_decode_num_drafts:
             for name, counter in self._drafts.items():
                 counter.inc(getattr(stats, name))
+            for kind, counts in stats.drafts_of_kind.items():
+                for of_kind, count in zip(self._of_kind, counts, strict=True):
+                    of_kind.labels(*self._labels, kind).inc(count)
             for position, count in enumerate(stats.accepted_at):
                 self._accepted_at.labels(*self._labels, position).inc(count)
         for cause, length in stats.stall_ns.items():

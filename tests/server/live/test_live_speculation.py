@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway.bundled import STORY
+from headway.bundled import DRAFT, STORY
 from tests.server.live.test_live_engine import GREEDY, Live
 from tests.server.live_server import eventually
 
@@ -77,11 +80,44 @@ def test_a_stream_that_goes_on_in_another_engine_has_the_same_tokens(live: Live,
     assert killed and tokens == plain[1]["token_ids"]
 
 
+def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[dict[str, Any]]) -> None:
+    wanted = '{"method": "draft_model", "model": "headway/story-draft"}'
+    server = Live(STORY, *MODEL, "--speculative-config", wanted)
+    eventually(server.is_ready, 90)
+    assert server.metric("draft_kv_cache_bytes") > 1 << 20
+    answer = server.complete(prompt=PROMPTS[0], include_timings=True, **ASKED)
+    assert answer["choices"][0]["token_ids"] == plain[0]["token_ids"]
+    timings = answer["timings"]
+    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
+    assert timings["phases_ns"]["draft"] > 0
+    by_kind = re.findall(
+        r'^headway:spec_decode_num_draft_tokens_by_kind_total{.*kind="(\w+)"} (\S+)$',
+        server.http.get("/metrics").text,
+        re.MULTILINE,
+    )
+    assert {kind for kind, _ in by_kind} <= {"ngram", "draft_model"}
+    assert sum(float(count) for _, count in by_kind) == timings["drafts"]
+    server.close()
+
+
+def test_a_draft_with_another_tokenizer_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["newcomer"] = tokenizer["model"]["vocab"].pop("the")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    wanted = json.dumps({"method": "draft_model", "model": str(tmp_path)})
+    command = [sys.executable, "-m", "headway", "serve", str(STORY), "--port", "0", "--speculative-config", wanted]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("headway: ") and "it has another tokenizer: '" in said and "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be a whole number from 1 to 64"),
-        ('{"method": "medusa"}', "method is 'medusa'; the only one is 'ngram'"),
+        ('{"method": "medusa"}', "method is 'medusa'; it must be one of ngram, draft_model"),
         ("ngram", "'ngram' is not JSON"),
     ],
 )
