@@ -17,6 +17,7 @@ from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.record_file import RecordFile
+from headway.engine.roofline import roofline_of
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
 from headway.kernels import kernels_for
@@ -57,6 +58,7 @@ class LoadedEngine:
     kernels: str = ""  # which of several were chosen by measuring, for people
     block_bytes: int = 0
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
+    roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
 
 
 def build_engine(
@@ -139,7 +141,9 @@ def build_engine(
         sizes = pool.num_blocks, config.block_size
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
         _capture(runner)
-    core, left_out = EngineCore(scheduler, runner, speculator=_speculator(config, model_config, scheduler)), []
+    roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
+    core = EngineCore(scheduler, runner, speculator=_speculator(config, model_config, scheduler), roofline=roofline)
+    left_out: list[str] = []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = core.preload(config.preloaded, config.preload_what_fits)
@@ -148,7 +152,8 @@ def build_engine(
         cache.keep(model.weights, kernels.named)
         kept_bytes = cache.kept_bytes
     about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes)
+    machine = "" if roofline is None else roofline.machine
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, machine)
 
 
 class _Stages:

@@ -6,15 +6,17 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from headway.engine.drafter import Speculator
 from headway.engine.executor import Executor, StepOutcome
+from headway.engine.explaining import explanation
 from headway.engine.memory_counts import MemoryCounts
 from headway.engine.messages import (
     AddRequest,
     EngineOutputs,
     EngineStats,
-    ExplainedStep,
+    Explain,
     Explanation,
     PromptLogprobs,
     SequenceOutput,
@@ -31,11 +33,14 @@ from headway.policy.step.request import Sequence
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from headway.engine.roofline import StepRoofline
+
 NOT_NUMBERS = "the model's logits were not numbers (NaN) for this sequence; check the weights and the dtype"
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
 COMPILATION_POLL_MS = 2
-# The longest step is predicted anew after so many steps.
+# The longest step is predicted anew, and a step compared with the roofline, after so many steps.
 _STEPS_OF_PREDICTION = 16
 _YIELDED = {
     "oversized": "its prompt alone takes longer",
@@ -49,6 +54,7 @@ class EngineCore:
 
     Args:
         speculator: has the scheduler try drafts; None for no drafts.
+        roofline: knows the least time of steps; None where nobody does.
 
     Attributes:
         unready: requests that wait for their grammars, by id: the compilation, the request, and since when it waits.
@@ -60,10 +66,12 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], int] = time.monotonic_ns,
         speculator: Speculator | None = None,
+        roofline: StepRoofline | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.speculator = speculator
+        self.roofline = roofline
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -185,10 +193,9 @@ class EngineCore:
             raise ValueError(left_out[0])
         return left_out
 
-    def explain(self, most: int) -> Explanation:
-        """The last steps in words."""
-        last = list(self.scheduler.decisions)[-most:]
-        return Explanation([ExplainedStep(each.planned_ns, each.in_words()) for each in last])
+    def explain(self, asked: Explain) -> Explanation:
+        """The last steps, and the sequences."""
+        return explanation(self.scheduler, asked, self._clock())
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """Drop one choice, or all with index -1. Unknown ids are fine: the request may just have finished.
@@ -288,6 +295,8 @@ class EngineCore:
         )
         if self._steps % _STEPS_OF_PREDICTION == 0:
             self._longest_step_ns = self.scheduler.longest_step_ns()
+            if self.roofline is not None:
+                stats.least_ns = decision.least_ns = self.roofline.least_ns(plan)
         self._steps += 1
         stats.slack_ns = max(1.0, decision.slack_ns) if decision.tightest else 0.0
         return EngineOutputs(outputs, stats, self._clock())

@@ -155,6 +155,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.kernels,
             engine.block_bytes,
             engine.kept_bytes,
+            engine.roofline,
         )
     )
     return _step_loop(channel, engine.core, parent)
@@ -181,7 +182,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, SetClasses):
                 core.set_classes(message.classes, message.weights)
             elif isinstance(message, Explain):
-                channel.send(core.explain(message.most))
+                channel.send(core.explain(message))
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from headway.config_files.classes import ClassFile, read_class_file
@@ -21,13 +21,16 @@ from headway.server.activity import Activity
 from headway.server.admission import Admission
 from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
+from headway.server.aside import Aside
 from headway.server.edge.pacing import READS_PER_TURN, Pace
 from headway.server.encoder import Encoder
+from headway.server.ended import Ended
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
+from headway.server.request_log import log_of
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.server.traces import tracer_of
@@ -49,7 +52,7 @@ class Service:
 
     Raises:
         TextError: the checkpoint's generation_config.json has values out of range, or a file on embeddings is damaged.
-        ValueError: the journal of quotas cannot be kept.
+        ValueError: the journal of quotas cannot be kept, or the request log not be written.
     """
 
     def __init__(
@@ -97,8 +100,15 @@ class Service:
         self._background: set[asyncio.Task[Any]] = set()
         self.activity = Activity(engine)
         self.tracer = tracer_of(settings.otlp_endpoint, settings.trace_sample)
+        self.request_log = log_of(settings)
+        # Whoever wants to be told of each choice that has ended.
+        self.when_ended: list[Callable[[Ended], None]] = [each.ended for each in self._aside]
         engine.subscribe(self.metrics.on_step)
         engine.subscribe(self.activity.on_step)
+
+    @property
+    def _aside(self) -> list[Aside]:
+        return [each for each in (self.tracer, self.request_log) if each is not None]
 
     # --- what may come in ---------------------------------------------------------------------------
 
@@ -252,8 +262,8 @@ class Service:
         for task in list(self._background):
             task.cancel()
         await self.engine.stop()
-        if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+        for each in self._aside:
+            await asyncio.to_thread(each.close)
         self.text_process.close()
         self.grammars.close()
         self.text_work.close()

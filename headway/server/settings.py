@@ -188,6 +188,10 @@ class ServerSettings:
     priority_allowed: bool = False
     root: str = ""
     metrics_prefix: Annotated[str, _flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
+    pages: Annotated[
+        bool,
+        _flag("Answer browsers at / with a page to chat with the model and to see what the server does."),
+    ] = True
     otlp_endpoint: Annotated[
         str | None,
         _flag(
@@ -202,6 +206,16 @@ class ServerSettings:
         float,
         _flag("Share of requests that are traced; who missed an objective or failed always is.", min=0.0, max=1.0),
     ] = 1.0
+    request_log: Annotated[
+        Path | None, _flag("File for a line of JSON about each request that has ended, without its text.")
+    ] = None
+    slow_request_ms: Annotated[
+        float | None,
+        _flag(
+            "Warn in the log, with the ledger and the cause, of each request that takes longer or misses an objective.",
+            min=0.0,
+        ),
+    ] = None
     log_level: Annotated[
         str, _flag("Log level; info logs each request but plain probes.", choices=("debug", "info", "warning", "error"))
     ] = "info"
