@@ -26,7 +26,7 @@ COMMANDS = {
     "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",
     "cache": "List or clear what Headway keeps on disk: packed weights, compiled kernels, GGUF configs.",
     "keys": "Manage the API keys of tenants: add, list, revoke.",
-    "dashboards": "Write a Grafana dashboard and Prometheus alert rules for headway serve.",
+    "dashboard": "Write a Grafana dashboard and Prometheus alert rules for headway serve.",
     "bench": "Measure any OpenAI-compatible server, and show where the time goes.",
     "plan": "Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.",
     "simulate": "Predict what clients would see: run a workload through the real scheduler on a virtual clock.",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from headway.cli.dashboards import app
+from headway.cli.dashboard import app
 from headway.server.metrics.dashboards import Queries, dashboard, panels, rules
 from tests.server.conftest import StartServer
 
@@ -29,7 +29,7 @@ def test_the_files_are_current(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["--output", str(tmp_path)])
     assert ran.exit_code == 0 and ran.output.split() == [str(tmp_path / each) for each in FILES]
     for each in FILES:
-        assert (tmp_path / each).read_text() == (DEPLOY / each).read_text(), "run: headway dashboards --output deploy"
+        assert (tmp_path / each).read_text() == (DEPLOY / each).read_text(), "run: headway dashboard --output deploy"
 
 
 def test_names_follow_the_prefix(tmp_path: Path) -> None:

@@ -165,9 +165,7 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
         ],
         "Steps": [
             Panel("Duration", "s", of.quantiles("step_duration_seconds")),
-            Panel(
-                "Batching window, of requests that waited in one", "s", of.quantiles("request_batching_window_seconds")
-            ),
+            Panel("Batching windows a second", "short", [of.rate("batching_windows", legend="opened")]),
             Panel("Choices in a step", "short", of.quantiles("iteration_sequences")),
             Panel("Prompt tokens of a step that has some", "short", of.quantiles("step_prompt_tokens")),
             Panel(
@@ -354,7 +352,7 @@ def alerts(of: Queries) -> list[Alert]:
 
 def rules(prefix: str) -> str:
     """The alerts as a file of rules for Prometheus."""
-    lines = ["# Made by `headway dashboards`. Do not edit.", "groups:", "  - name: headway", "    rules:"]
+    lines = ["# Made by `headway dashboard`. Do not edit.", "groups:", "  - name: headway", "    rules:"]
     for alert in alerts(Queries(prefix)):
         expr = alert.expr.replace(f"{{{SELECTED}, ", "{").replace(f"{{{SELECTED}}}", "")
         lines += [f"      - alert: {alert.name}", "        expr: |-"]

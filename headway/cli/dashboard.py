@@ -1,4 +1,4 @@
-"""`headway dashboards`: the files that show a server's metrics in Grafana, and alert from Prometheus."""
+"""`headway dashboard`: the files that show a server's metrics in Grafana, and alert from Prometheus."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ app = typer.Typer(add_completion=False)
 
 @app.command(cls=Command)
 @with_flags
-def dashboards(
+def dashboard(
     output: Annotated[Path | None, typer.Option(help="Folder to write to. Default: this one.", metavar="DIR")] = None,
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names, as headway serve has it.")] = "headway:",
 ) -> None:
     """Write a Grafana dashboard and Prometheus alert rules for headway serve."""
     require_engine()
     from headway.cli.serve import check_metrics_prefix
-    from headway.server.metrics.dashboards import dashboard, rules
+    from headway.server.metrics.dashboards import dashboard as as_json
+    from headway.server.metrics.dashboards import rules
 
     check_metrics_prefix(metrics_prefix)
     folder = output or Path()
     files = {
-        folder / "grafana" / "headway.json": dashboard(metrics_prefix).encode(),
+        folder / "grafana" / "headway.json": as_json(metrics_prefix).encode(),
         folder / "prometheus" / "headway-rules.yml": rules(metrics_prefix).encode(),
     }
     try:
