@@ -87,4 +87,4 @@ class Ended:
         """Whether each of its objectives was met, as far as that is known."""
         if not self.stamps.first_token_ns:
             return {}
-        return self.terms.verdicts(self.stamps.ttft_ns, self.stamps.tpot_ns(self.tokens))
+        return self.terms.verdicts(self.stamps.ttft_ns, self.stamps.tpot_ns(self.tokens), self.stamps.e2e_ns)

@@ -125,7 +125,7 @@ class Live:
             "block_size": 0 if ready is None else ready.block_size,
             "has_roofline": ready is not None and ready.roofline != "",
             "classes": [
-                {"name": each.name, "ttft_ms": _finite(each.ttft_ms), "tpot_ms": _finite(each.tpot_ms)}
+                {"name": each.name, **{key: _finite(getattr(each, key)) for key in ("ttft_ms", "tpot_ms", "e2e_ms")}}
                 for each in self._service.classes.table
             ],
         }

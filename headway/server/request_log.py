@@ -129,7 +129,7 @@ def log_of(settings: ServerSettings) -> RequestLog | None:
 def slow_words(line: dict[str, Any]) -> str:
     """A slow request with its ledger and its cause, as one line for people."""
     parts = [f"{line['id']} of class {line['service_class']}: {line['e2e_ms']:,.0f} ms"]
-    for name in ("ttft", "tpot"):
+    for name in ("ttft", "tpot", "e2e"):
         if line[f"{name}_met"] is False:
             parts.append(f"{name.upper()} {line[f'{name}_ms']:,.1f} ms missed its objective")
     if line["phases_ms"]:
@@ -170,6 +170,7 @@ def _line(ended: Ended, offset: int) -> dict[str, Any]:
         "tpot_ms": None if tpot_ns is None else tpot_ns / NS_PER_MS,
         "ttft_met": verdicts.get("ttft"),
         "tpot_met": verdicts.get("tpot"),
+        "e2e_met": verdicts.get("e2e"),
         "steps": None if timings is None else timings.steps,
         "preemptions": None if timings is None else timings.preemptions,
         "phases_ms": {phase: length / NS_PER_MS for phase, length in phases_ns.items()},

@@ -150,6 +150,7 @@ def _described(ended: Ended) -> dict[str, Any]:
         "headway.tpot_ns": None if tpot_ns is None else round(tpot_ns),
         "headway.ttft_met": verdicts.get("ttft"),
         "headway.tpot_met": verdicts.get("tpot"),
+        "headway.e2e_met": verdicts.get("e2e"),
         "headway.steps": None if timings is None else timings.steps,
         "headway.preemptions": None if timings is None else timings.preemptions,
     }

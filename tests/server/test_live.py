@@ -132,8 +132,8 @@ def test_classes_without_an_objective_have_none(start_server: StartServer) -> No
     table = ClassTable((ServiceClass(name="plain"), ServiceClass(name="quick", ttft_ms=200.0)), "plain")
     with watching(start_server(service_classes=ClassFile(table))) as looks:
         assert next(looks)["about"]["classes"] == [
-            {"name": "plain", "ttft_ms": None, "tpot_ms": None},
-            {"name": "quick", "ttft_ms": 200.0, "tpot_ms": None},
+            {"name": "plain", "ttft_ms": None, "tpot_ms": None, "e2e_ms": None},
+            {"name": "quick", "ttft_ms": 200.0, "tpot_ms": None, "e2e_ms": None},
         ]
 
 

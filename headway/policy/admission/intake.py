@@ -135,6 +135,22 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
                 raise ValueError(f"{name} has token id {token}; the model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
+def _objectives(request: Request, service: ServiceClass) -> tuple[float, float]:
+    """The milliseconds until its first token and between two tokens by which a request keeps all its objectives.
+
+    Of an objective for the whole, the first token has half of the time, or all where it is the only one; the other
+    tokens share what is left evenly, where max_tokens says how many they may be.
+    """
+    ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
+    if math.isinf(service.e2e_ms):
+        return ttft_ms, tpot_ms
+    further = 0 if request.pooling is not None else (request.params.max_tokens or math.inf) - 1
+    ttft_ms = min(ttft_ms, service.e2e_ms / 2 if further else service.e2e_ms)
+    if 0 < further < math.inf:
+        tpot_ms = min(tpot_ms, (service.e2e_ms - ttft_ms) / further)
+    return ttft_ms, tpot_ms
+
+
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
     """A sequence for each choice that is to be computed; the others share the prompt of the first.
 
@@ -144,7 +160,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
     """
     names = [each.name for each in classes]
     service = classes.named(request.service_class) if request.service_class in names else classes.default_class
-    ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
+    ttft_ms, tpot_ms = _objectives(request, service)
     due_ns = NEVER
     if ttft_ms < math.inf and not request.pins_prompt:
         in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns

@@ -60,6 +60,7 @@ class ServiceClass:
     Args:
         ttft_ms: objective for the time from a request's first byte to its first token; infinite for none.
         tpot_ms: objective for the time between two tokens; infinite for none.
+        e2e_ms: objective for the time from a request's first byte to its last token; infinite for none.
         window_ms: least and most time that the first request of an idle engine may wait for others to join it.
         seats: share of --max-num-seqs that other classes may not take.
         tokens: share of a step's prompt tokens that other classes may not take while prompts of this one wait.
@@ -79,6 +80,7 @@ class ServiceClass:
     name: str
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
+    e2e_ms: float = math.inf
     window_ms: tuple[float, float] = (0.0, 0.0)
     seats: float = 0.0
     tokens: float = 0.0
@@ -96,7 +98,7 @@ class ServiceClass:
             raise InvalidEntry('a class has no name; write name = "..."', "name")
         if len(self.name) > LONGEST_NAME or not self.name.isprintable():
             raise InvalidEntry(f"name is {self.name!r:.80}; give at most {LONGEST_NAME} printable characters", "name")
-        for key in ("ttft_ms", "tpot_ms"):
+        for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
             self._check(key, "an objective is more than 0 and at most 1e9 ms", lambda ms: 0 < ms <= MOST_MS, math.inf)
         least, most = self.window_ms
         if not 0 <= least <= most <= 1000:

@@ -318,10 +318,10 @@ class Metrics:
         if timings is not None and timings.passed_over and self.by_tenant is not None:
             self.by_tenant.passed_over[terms.tenant] += timings.passed_over
         if reason in _BROKEN:
-            self.by_class.judged(name, terms.verdicts(NEVER, None))
+            self.by_class.judged(name, terms.verdicts(NEVER, None, NEVER))
         if reason not in ("stop", "length"):
             return
-        self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns))
+        self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns, stamps.e2e_ns))
         self._prompt_len.observe(prompt_len)
         if num_tokens:
             self._output_len.observe(num_tokens)

@@ -93,6 +93,7 @@ class AnswerView {
     if (usage) parts.push(`prompt of ${usage.prompt_tokens}${cached ? `, ${cached} cached` : ""}`);
     if (timings.ttft_met === false) parts.push("TTFT objective missed");
     if (timings.tpot_met === false) parts.push("TPOT objective missed");
+    if (timings.e2e_met === false) parts.push("E2E objective missed");
     this.element.append(element("p", "said", parts.join(" · ")), ...ledgerStrip(pairs, "Ledger of this answer"));
   }
 }

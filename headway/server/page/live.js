@@ -263,7 +263,7 @@ function tellTables() {
   fillTable("classes", (about.classes || []).map((each) => {
     const mine = latest.sequences.filter((one) => one.service_class === each.name), slack = mine.map((one) => one.slack_ms).filter((one) => one !== null);
     const over = ended.filter((one) => one.service_class === each.name && one.met !== null);
-    const asked = [["TTFT", each.ttft_ms], ["TPOT", each.tpot_ms]].filter(([, value]) => value !== null).map(([name, value]) => `${name} ${ms(value)}`);
+    const asked = [["TTFT", each.ttft_ms], ["TPOT", each.tpot_ms], ["E2E", each.e2e_ms]].filter(([, value]) => value !== null).map(([name, value]) => `${name} ${ms(value)}`);
     return [[each.name], [asked.join(", ") || "none"], [latest.running_of_class[each.name] || 0], [latest.waiting_of_class[each.name] || 0],
       slackCell(slack.length ? Math.min(...slack) : null), [over.length ? `${share(over.filter((one) => one.met).length / over.length)} of ${over.length}` : "–"]];
   }));
