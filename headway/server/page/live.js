@@ -231,12 +231,12 @@ function tellSlowest() {
 
 function tellSteps() {
   const judged = steps.filter((each) => each.predicted_ms && each.took_ms), last = steps[steps.length - 1];
-  const legend = [legendEntry("var(--decode-compute)", "decoding sequences"), legendEntry("var(--prefill-compute)", "prompt tokens"), legendEntry("var(--ink)", "predicted")];
+  const legend = [legendEntry("var(--decode-compute)", "decoding"), legendEntry("var(--prefill-compute)", "prompts"), legendEntry("var(--ink)", "predicted")];
   const floors = steps.filter((each) => each.least_ms && each.took_ms);
   if (floors.length) legend.push(legendEntry("var(--lost)", "roofline"));
   $("steps-legend").replaceChildren(...legend);
   const parts = [];
-  if (last) parts.push(`The last step took ${ms(last.took_ms)} for ${last.decoding} sequences that decode and ${last.prompt_tokens} prompt tokens.`);
+  if (last) parts.push(`The last step took ${ms(last.took_ms)} for ${counted(last.decoding, "decoding token")} and ${counted(last.prompt_tokens, "prompt token")}.`);
   if (judged.length) {
     const errors = judged.map((each) => Math.abs(each.predicted_ms / each.took_ms - 1)).sort((a, b) => a - b);
     parts.push(`Half of the last ${judged.length} predictions were within ${share(quantile(errors, 0.5))} of the actual time.`);

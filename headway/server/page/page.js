@@ -17,6 +17,7 @@ function say(id, text) {
 
 const ms = (value) =>
   value >= 999.5 ? `${(value / 1000).toFixed(2)} s` : value >= 99.5 ? `${Math.round(value)} ms` : `${value.toFixed(1)} ms`;
+const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 const share = (part) => `${Math.round(100 * part)} %`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
