@@ -53,8 +53,7 @@ def serve(
     """Serve a model over the OpenAI API."""
     require_engine()
 
-    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", server.metrics_prefix) is None:
-        fail(f"--metrics-prefix {server.metrics_prefix!r} is not a Prometheus name; an example is headway:")
+    check_metrics_prefix(server.metrics_prefix)
     if engine.max_queue_time is not None and not engine.max_queue_time > 0:
         fail(f"--max-queue-time {engine.max_queue_time:g} must be more than 0 seconds")
     if server.service_classes is not None:
@@ -70,6 +69,12 @@ def serve(
     server.served_model_names = server.served_model_names or [short_name(server.root)]
     server.priority_allowed = policy_class(engine.scheduling_policy).uses_priority
     _run(engine, server, chat_template, replay, engine_timeout)
+
+
+def check_metrics_prefix(prefix: str) -> None:
+    """End the command where names of metrics cannot begin like this."""
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", prefix) is None:
+        fail(f"--metrics-prefix {prefix!r} is not a Prometheus name; an example is headway:")
 
 
 def model_folder(model: str) -> Path:

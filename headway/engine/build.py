@@ -20,6 +20,7 @@ from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.preload import preload
 from headway.engine.record_file import RecordFile
+from headway.engine.roofline import roofline_of
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
 from headway.kernels import kernels_for
@@ -62,6 +63,7 @@ class LoadedEngine:
     block_bytes: int = 0
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
+    roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
 
 
 def build_engine(
@@ -147,7 +149,8 @@ def build_engine(
         warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
         _capture(runner)
         speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
-    core, left_out = EngineCore(scheduler, runner, speculator=speculator), []
+    roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
+    core, left_out = EngineCore(scheduler, runner, speculator=speculator, roofline=roofline), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -156,7 +159,8 @@ def build_engine(
         cache.keep(model.weights, kernels.named)
         kept_bytes = cache.kept_bytes
     about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes)
+    machine = "" if roofline is None else roofline.machine
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes, machine)
 
 
 class _Stages:

@@ -27,7 +27,6 @@ from headway.engine.messages import (
     EngineOutputs,
     EngineStats,
     Explain,
-    ExplainedStep,
     Explanation,
     Failed,
     FromEngine,
@@ -365,18 +364,20 @@ class EngineClient:
         else:
             asked.set_result(answer)
 
-    async def explain(self, most: int) -> list[ExplainedStep]:
-        """The engine's last steps and the reasons for them, the newest last.
+    async def explain(
+        self, most: int, after_ns: int = 0, most_sequences: int = 0, with_parts: bool = False
+    ) -> Explanation:
+        """The engine's last steps and the reasons for them, the newest last; and its first sequences.
 
         Raises:
             EngineDead: it is not ready, or died.
         """
         if self.state != "ready":
             raise EngineDead(self.last_error)
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._explaining.append(answer)
-        self._send(Explain(most))
-        return (await answer).steps
+        self._send(Explain(most, after_ns, most_sequences, with_parts))
+        return await answer
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from headway.engine.counts import StepCounts, Stepped
 from headway.engine.drafter import Speculator
@@ -19,6 +20,9 @@ from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
 from headway.policy.step.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from headway.engine.roofline import StepRoofline
+
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
 FAILED = "the engine failed on this request ({}); see the server's log"
 
@@ -28,6 +32,7 @@ class EngineCore:
 
     Args:
         speculator: has the scheduler try drafts; None for no drafts.
+        roofline: knows the least time of steps; None where nobody does.
 
     Attributes:
         unready: requests that wait for their grammars.
@@ -39,6 +44,7 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], int] = time.monotonic_ns,
         speculator: Speculator | None = None,
+        roofline: StepRoofline | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -51,7 +57,7 @@ class EngineCore:
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
         self.unready = Unready()
-        self._counts = StepCounts(scheduler)
+        self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
 

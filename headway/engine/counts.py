@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headway.engine.executor import StepOutcome
 from headway.engine.messages import EngineStats
@@ -15,7 +16,10 @@ from headway.policy.step.request import Sequence
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.step_time import StepWork, pairs
 
-# The longest step is predicted anew after so many steps.
+if TYPE_CHECKING:
+    from headway.engine.roofline import StepRoofline
+
+# The longest step is predicted anew, and a step compared with the roofline, after so many steps.
 _STEPS_OF_PREDICTION = 16
 
 
@@ -29,10 +33,15 @@ class Stepped:
 
 
 class StepCounts:
-    """The statistics of a scheduler's steps."""
+    """The statistics of a scheduler's steps.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Args:
+        roofline: knows the least time of steps; None where nobody does.
+    """
+
+    def __init__(self, scheduler: Scheduler, roofline: StepRoofline | None = None) -> None:
         self._scheduler = scheduler
+        self._roofline = roofline
         self._memory = MemoryCounts(scheduler)
         self._queries = self._hits = self._preemptions = self._windows = self._steps = 0
         self._longest_step_ns = 0.0
@@ -87,6 +96,8 @@ class StepCounts:
         stats.slack_ns = max(1.0, decision.slack_ns) if decision.tightest else 0.0
         if self._steps % _STEPS_OF_PREDICTION == 0:
             self._longest_step_ns = longest_step_ns(self._scheduler)
+            if self._roofline is not None:
+                stats.least_ns = decision.least_ns = self._roofline.least_ns(plan)
         self._steps += 1
 
     def _prompt_tokens(self, stepped: Stepped) -> int:

@@ -47,9 +47,12 @@ class SetClasses(_Message):
 
 
 class Explain(_Message):
-    """Asks for the last steps, at most so many; the answer is an Explanation."""
+    """Asks for the last steps, at most so many that were decided after a time; the answer is an Explanation."""
 
     most: int
+    after_ns: int = 0
+    most_sequences: int = 0  # how many of the sequences are told of, those that run first
+    with_parts: bool = False  # whether steps have their times and parts
 
 
 class Shutdown(_Message):
@@ -82,6 +85,7 @@ class Ready(_Message):
     block_bytes: int = 0  # bytes of a KV block in all layers
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's KV cache, if there is one
+    roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
 
 
 class Failed(_Message):
@@ -194,6 +198,7 @@ class EngineStats(_Message):
     swap_usage: float = 0.0  # share of the host's blocks in use, 0..1
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
     fairness_bound: float = 0.0  # most tokens that it could have been ahead
+    least_ns: float = 0.0  # what the machine would need at least for the forward pass; 0 where that is not known
     longest_step_ns: float = 0.0  # what any step is predicted to take at most; 0 where nothing is predicted as yet
     moe_mixtures: int = 0  # times that a layer's experts were asked
     moe_expert_tokens: int = 0  # pairs of a token and an expert that it went to
@@ -206,15 +211,56 @@ class EngineStats(_Message):
     accepted_at: list[int] = []  # how many sequences accepted their first draft, their second one, and so on
 
 
+class StepPart(_Message):
+    """A sequence's part of a step."""
+
+    seq_id: int
+    request_id: str  # empty where it began before the steps that are told of, and has ended
+    start: int  # tokens that were computed before
+    tokens: int
+    decoding: bool
+
+
 class ExplainedStep(_Message):
+    """A step with its reasons. Times that are not known are 0."""
+
     planned_ns: int
     words: str  # one line
+    decoding: int = 0  # sequences that decoded
+    prompt_tokens: int = 0
+    took_ns: int = 0  # measured time of the forward pass
+    predicted_ns: float = 0.0
+    least_ns: float = 0.0  # what the machine would need at least; told of one step in sixteen
+    launched_ns: int = 0
+    computed_ns: int = 0
+    sampled_ns: int = 0
+    waiting: int = 0
+    running: int = 0
+    parts: list[StepPart] = []
+
+
+class LiveSequence(_Message):
+    """A choice in the engine as it is now."""
+
+    request_id: str
+    index: int
+    service_class: str
+    arrival_ns: int
+    phase: str  # where it is: a phase of the ledger
+    phases_ns: dict[str, int]  # the engine's part of its ledger until now
+    prompt_len: int
+    computed: int  # of its tokens
+    tokens: int  # generated
+    blocks: int
+    slack_ns: int | None  # until its next token is due, by its objective; None without one
 
 
 class Explanation(_Message):
-    """The last steps and the reasons for them, the newest last."""
+    """The last steps and the reasons for them, the newest last; and who is in them, where that was asked for."""
 
     steps: list[ExplainedStep]
+    sequences: list[LiveSequence] = []
+    cached_blocks: int = 0  # that nobody uses, but whose contents are kept
 
 
 class EngineOutputs(_Message):

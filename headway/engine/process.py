@@ -28,8 +28,6 @@ from headway.engine.messages import (
     AddRequest,
     Configure,
     Explain,
-    ExplainedStep,
-    Explanation,
     Failed,
     FromEngine,
     Progress,
@@ -158,6 +156,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.block_bytes,
             engine.kept_bytes,
             engine.draft_block_bytes,
+            engine.roofline,
         )
     )
     return _step_loop(channel, engine.core, parent)
@@ -184,8 +183,9 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, SetClasses):
                 core.scheduler.set_classes(message.classes, message.weights)
             elif isinstance(message, Explain):
-                last = list(core.scheduler.decisions)[-message.most :]
-                channel.send(Explanation([ExplainedStep(each.planned_ns, each.in_words()) for each in last]))
+                from headway.engine.explaining import explanation  # only looked at by people
+
+                channel.send(explanation(core.scheduler, message, time.monotonic_ns()))
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:

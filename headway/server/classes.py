@@ -38,7 +38,7 @@ class Terms:
     tpot_ms: float = math.inf
     tenant: str = DEFAULT_TENANT
 
-    def verdicts(self, ttft_ns: int, tpot_ns: float | None) -> dict[str, bool]:
+    def verdicts(self, ttft_ns: int, tpot_ns: float | None, e2e_ns: int) -> dict[str, bool]:
         """Whether each objective was met, by its name; only those that the request has.
 
         Args:
@@ -49,6 +49,8 @@ class Terms:
             found["ttft"] = ttft_ns <= self.ttft_ms * 1e6
         if self.tpot_ms < math.inf and tpot_ns is not None:
             found["tpot"] = tpot_ns <= self.tpot_ms * 1e6
+        if self.service.e2e_ms < math.inf:
+            found["e2e"] = e2e_ns <= self.service.e2e_ms * 1e6
         return found
 
 

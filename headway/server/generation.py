@@ -17,11 +17,11 @@ from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.choices import ServedChoice
 from headway.server.classes import Terms
+from headway.server.ended import Ended, TraceParent, parent_in
 from headway.server.errors import ApiError, request_failed, unavailable
 from headway.server.quotas import Charge
 from headway.server.service import Service
 from headway.server.timings import ChoiceTimings, Stamps
-from headway.server.traces import Traced, TraceParent, parent_in
 
 T = TypeVar("T")
 OnPiece = Callable[[ServedChoice, Piece], None]
@@ -83,7 +83,7 @@ class Generation:
         self._include_timings = include_timings
         self._pooling = pooling
         self._operation = operation
-        self._trace = parent_in(headers or {}) if service.tracer is not None else None
+        self._headers = headers or {}
         self._prompt_only = prompt_only
         self._make_choice = make_choice
         self._aborted: ApiError | None = None
@@ -376,30 +376,31 @@ class Generation:
                 choice.timings,
                 self.terms,
             )
-            if self._trace is not None:
-                self._tell_trace(self._trace, choice)
+        if self._service.when_ended:
+            parent = parent_in(self._headers)
+            for choice in choices:
+                ended = self._ended_choice(parent, choice)
+                for tell in self._service.when_ended:
+                    tell(ended)
 
-    def _tell_trace(self, parent: TraceParent, choice: ServedChoice) -> None:
-        tracer, reason = self._service.tracer, choice.finish_reason or "abort"
-        if tracer is None:
-            return
+    def _ended_choice(self, parent: TraceParent, choice: ServedChoice) -> Ended:
+        reason = choice.finish_reason or "abort"
         failed = self._failed or reason not in ("stop", "length", "abort")
-        tracer.ended(
-            Traced(
-                parent,
-                self.id,
-                self._operation,
-                self._service.settings.served_model_names[0],
-                choice.index,
-                reason,
-                choice.stamps,
-                choice.timings,
-                len(choice.prompt.token_ids),
-                choice.cached_tokens,
-                choice.num_tokens,
-                choice.params,
-                self.terms,
-                clock(),
-                reason if failed else "",
-            )
+        return Ended(
+            parent,
+            self.id,
+            self._operation,
+            self._service.settings.served_model_names[0],
+            choice.index,
+            reason,
+            choice.stamps,
+            choice.timings,
+            len(choice.prompt.token_ids),
+            choice.cached_tokens,
+            choice.num_tokens,
+            choice.params,
+            self.terms,
+            clock(),
+            reason if failed else "",
+            self._headers.get("x-request-id", ""),
         )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from headway.config_files.classes import ClassFile
 from headway.config_files.tenants import TenantFile
@@ -19,13 +19,16 @@ from headway.policy.objectives.service_class import ServiceClass
 from headway.server.activity import Activity
 from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
+from headway.server.aside import Aside
 from headway.server.door import Door
 from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
+from headway.server.ended import Ended
 from headway.server.errors import ApiError, unavailable
 from headway.server.garbage import FullCollections
 from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
+from headway.server.request_log import log_of
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
 from headway.server.traces import tracer_of
@@ -43,7 +46,7 @@ class Service(Door):
 
     Raises:
         TextError: the checkpoint's generation_config.json has values out of range, or a file on embeddings is damaged.
-        ValueError: the journal of quotas cannot be kept.
+        ValueError: the journal of quotas cannot be kept, or the request log not be written.
     """
 
     def __init__(
@@ -82,8 +85,15 @@ class Service(Door):
         self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self.activity = Activity(engine)
         self.tracer = tracer_of(settings.otlp_endpoint, settings.trace_sample)
+        self.request_log = log_of(settings)
+        # Whoever wants to be told of each choice that has ended.
+        self.when_ended: list[Callable[[Ended], None]] = [each.ended for each in self._aside]
         engine.subscribe(self.metrics.on_step)
         engine.subscribe(self.activity.on_step)
+
+    @property
+    def _aside(self) -> list[Aside]:
+        return [each for each in (self.tracer, self.request_log) if each is not None]
 
     # --- what may come in ---------------------------------------------------------------------------
 
@@ -162,8 +172,8 @@ class Service(Door):
         self.full_collections.stop()
         self.end_background()
         await self.engine.stop()
-        if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+        for each in self._aside:
+            await asyncio.to_thread(each.close)
         self.text_process.close()
         self.grammars.close()
         self.text_work.close()

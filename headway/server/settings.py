@@ -88,6 +88,10 @@ class ServerSettings(EdgeSettings):
     priority_allowed: bool = False
     root: str = ""
     metrics_prefix: Annotated[str, flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
+    pages: Annotated[
+        bool,
+        flag("Answer browsers at / with a page to chat with the model and to see what the server does."),
+    ] = True
     otlp_endpoint: Annotated[
         str | None,
         flag(
@@ -102,6 +106,16 @@ class ServerSettings(EdgeSettings):
         float,
         flag("Share of requests that are traced; who missed an objective or failed always is.", min=0.0, max=1.0),
     ] = 1.0
+    request_log: Annotated[
+        Path | None, flag("File for a line of JSON about each request that has ended, without its text.")
+    ] = None
+    slow_request_ms: Annotated[
+        float | None,
+        flag(
+            "Warn in the log, with the ledger and the cause, of each request that takes longer or misses an objective.",
+            min=0.0,
+        ),
+    ] = None
 
     @property
     def usual_journal(self) -> str:

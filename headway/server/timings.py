@@ -36,6 +36,11 @@ class Stamps:
         """Time from the request's first byte until the API process had the first token."""
         return self.first_token_ns - self.arrived_ns
 
+    @property
+    def e2e_ns(self) -> int:
+        """Time from the request's first byte until the API process had the last token."""
+        return self.last_token_ns - self.arrived_ns
+
     def tpot_ns(self, tokens: int) -> float | None:
         """The mean time of a token after the first; None for a choice that has no other."""
         return (self.last_token_ns - self.first_token_ns) / (tokens - 1) if tokens > 1 else None
@@ -71,7 +76,8 @@ class ChoiceTimings:
 
     def as_object(self) -> dict[str, Any]:
         """`timings` of an answer; phases_ns sums to e2e_ns exactly."""
-        terms, verdicts = self.terms, self.terms.verdicts(self.stamps.ttft_ns, self.stamps.tpot_ns(self.tokens))
+        terms, stamps = self.terms, self.stamps
+        verdicts = terms.verdicts(stamps.ttft_ns, stamps.tpot_ns(self.tokens), stamps.e2e_ns)
         return {
             "e2e_ns": self.ledger.total_ns,
             "ttft_ns": self.stamps.ttft_ns,
@@ -87,6 +93,8 @@ class ChoiceTimings:
             "ttft_met": verdicts.get("ttft"),
             "tpot_objective_ns": _objective_ns(terms.tpot_ms),
             "tpot_met": verdicts.get("tpot"),
+            "e2e_objective_ns": _objective_ns(terms.service.e2e_ms),
+            "e2e_met": verdicts.get("e2e"),
             "yielded": self.engine.yielded,
             "passed_over": self.engine.passed_over,
         }

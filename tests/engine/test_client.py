@@ -256,7 +256,8 @@ async def test_an_engine_that_ends_no_step_is_replaced(
 
 
 async def check_explained(client: EngineClient) -> None:
-    first, second = await asyncio.gather(client.explain(1), client.explain(3))
+    told = await asyncio.gather(client.explain(1), client.explain(3))
+    first, second = (each.steps for each in told)
     assert len(first) == 1 and first == second[-1:] and len(second) == 3
     assert "1 sequence decodes" in first[0].words
     assert 0 < first[0].planned_ns < time.monotonic_ns()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+import msgspec
 
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
-from headway.engine.messages import AddRequest, EngineOutputs
+from headway.engine.messages import AddRequest, EngineOutputs, Explain, SequenceTimings
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.objectives.slo import SloPolicy
@@ -54,10 +57,11 @@ def ask(core: EngineCore, clock: Clock, name: str, prompt: int, max_tokens: int,
     core.add(AddRequest(name, ids, params, [], arrival_ns=clock.now, sent_ns=clock.now, service_class=service_class))
 
 
-def engine() -> tuple[EngineCore, Clock]:
-    """One that has learnt how long its steps take."""
+def engine(most: int = 8, blocks: int = 256) -> tuple[EngineCore, Clock]:
+    """One that has learnt how long its steps take, and runs so many sequences at once."""
     clock = Clock()
-    scheduler = Scheduler(SchedulerConfig(8, 64, 256, policy="slo", classes=CLASSES), KVBlocks(256, 4, False))
+    config = SchedulerConfig(most, 8 * most, 256, policy="slo", classes=CLASSES)
+    scheduler = Scheduler(config, KVBlocks(blocks, 4, False))
     core = EngineCore(scheduler, clock, clock)
     for number in range(20):
         ask(core, clock, str(number), 1 + number % 7, 3, "offline")
@@ -110,3 +114,57 @@ def test_an_idle_engine_waits_for_company_where_requests_come_close_together() -
     clock.now += 40 * MS
     assert core.waits_ms == 0
     assert core.step().stats.scheduled_sequences == 2
+
+
+def test_who_looks_sees_each_ledger_as_it_stands_and_changes_nothing() -> None:
+    looked: list[SequenceTimings] = []
+    blind: list[SequenceTimings] = []
+    for told in (looked, blind):
+        core, clock = engine()
+        for name, prompt in (("100", 8), ("101", 20), ("102", 200)):
+            ask(core, clock, name, prompt, 6, "offline")
+        sent = clock.now
+        while core.has_work:
+            told += [output.timings for output in core.step().outputs if output.timings]
+            if told is looked:
+                explained = core.explain(Explain(4, 0, 8))
+                assert len(explained.steps) == 4 and explained.steps[-1].took_ns >= 10 * MS
+                for each in explained.sequences:
+                    assert sum(each.phases_ns.values()) == clock.now - sent
+                    assert each.phase == ("decode_compute" if each.tokens else "prefill_compute")
+                    assert each.blocks >= each.computed // 4 and each.slack_ns is None
+    assert [each.phases_ns for each in looked] == [each.phases_ns for each in blind]
+
+
+def test_who_looks_is_told_what_is_new_and_how_much_time_is_left() -> None:
+    core, clock = engine()
+    before = core.explain(Explain(100)).steps[-1].planned_ns
+    for number in range(12):
+        ask(core, clock, str(100 + number), 3, 9)
+    core.step()
+    core.step()
+    explained = core.explain(Explain(100, before, 100))
+    assert len(explained.steps) == 2 and explained.steps[-1].decoding == 8
+    running, waiting = explained.sequences[:8], explained.sequences[8:]
+    assert [each.phase for each in running] == ["decode_compute"] * 8
+    assert all(each.slack_ns is not None and 0 < each.slack_ns <= 50 * MS for each in running)
+    assert [each.phase for each in waiting] == ["queue_capacity"] * 4
+    assert all(each.slack_ns == 90 * MS - (clock.now - each.arrival_ns) for each in waiting)
+    assert len(core.explain(Explain(1, 0, 3)).sequences) == 3
+    assert core.explain(Explain(1, clock.now)).steps == []
+
+
+def test_looking_costs_the_engine_less_than_a_hundredth_of_a_core() -> None:
+    """Twice a second, with as many sequences and steps as a look has at most."""
+    core, clock = engine(64, 4096)
+    for number in range(64):
+        ask(core, clock, str(1000 + number), 3, 100, "offline")
+    for _ in range(70):
+        core.step()
+    encoder, took = msgspec.msgpack.Encoder(), []
+    for _ in range(20):
+        began = time.process_time()
+        encoded = encoder.encode(core.explain(Explain(64, 0, 64)))
+        took.append(time.process_time() - began)
+    assert len(encoded) > 64 * 50
+    assert min(took) < 0.005, f"{1e3 * min(took):.1f} ms"

@@ -10,7 +10,9 @@ import pytest
 from headway.engine.messages import SequenceOutput
 from headway.outputs.choices import Choice, TokenizedPrompt
 from headway.policy.admission.intake import INTAKE_NS, taken_up
-from headway.policy.step.request import FinishReason, Request, Resumed, check, sequences_of
+from headway.policy.objectives.service_class import ClassTable, ServiceClass
+from headway.policy.step.pooling import PoolingParams
+from headway.policy.step.request import NEVER, FinishReason, Request, Resumed, check, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from tests.policy.simulation import Simulation
 
@@ -55,6 +57,33 @@ def test_the_first_token_is_due_in_the_engine_before_it_is_due_at_the_client(way
     request = Request("0", [1, 2], SamplingParams(), [], arrival_ns=7, ttft_ms=400, way_back_ns=way_back_ms * 10**6)
     (sequence,) = sequences_of(request, 100)
     assert sequence.due_ns == 7 + due_ms * 10**6
+
+
+@pytest.mark.parametrize(
+    ("service", "max_tokens", "due_ms", "tpot_ms"),
+    [
+        (ServiceClass(name="c", e2e_ms=1000), 11, 450, 50),
+        (ServiceClass(name="c", e2e_ms=1000), 1, 900, None),
+        (ServiceClass(name="c", e2e_ms=1000), None, 450, None),  # nobody knows how many tokens they may be
+        (ServiceClass(name="c", e2e_ms=1000, ttft_ms=200), 11, 180, 80),
+        (ServiceClass(name="c", e2e_ms=1000, ttft_ms=900, tpot_ms=20), 11, 450, 20),
+    ],
+)
+def test_an_objective_for_the_whole_is_kept_by_its_parts(
+    service: ServiceClass, max_tokens: int | None, due_ms: int, tpot_ms: int | None
+) -> None:
+    asked = Request("0", [1, 2], SamplingParams(max_tokens=max_tokens), [], service_class="c")
+    (sequence,) = sequences_of(asked, 100, ClassTable((service,)))
+    assert sequence.due_ns == due_ms * 10**6
+    assert sequence.tpot_ns == (NEVER if tpot_ms is None else tpot_ms * 10**6)
+    if tpot_ms is not None and max_tokens is not None:
+        assert sequence.due_ns / 0.9 + (max_tokens - 1) * sequence.tpot_ns <= service.e2e_ms * 1e6
+
+
+def test_a_vector_has_all_of_the_time() -> None:
+    asked = Request("0", [1, 2], SamplingParams(), [], service_class="c", pooling=PoolingParams("last"))
+    (sequence,) = sequences_of(asked, 100, ClassTable((ServiceClass(name="c", e2e_ms=1000),)))
+    assert (sequence.due_ns, sequence.tpot_ns) == (900 * 10**6, NEVER)
 
 
 def test_a_resumed_request_goes_on_after_its_tokens() -> None:

@@ -14,6 +14,8 @@ from headway.engine.messages import (
     AddRequest,
     EngineStats,
     ExplainedStep,
+    Explanation,
+    LiveSequence,
     PromptLogprobs,
     Ready,
     SequenceOutput,
@@ -40,6 +42,7 @@ class FakeEngine:
         passed_over: how often they were, as it was not their tenant's turn.
         tokens_per_step: tokens in each output.
         requests, aborted: what was asked, and the ids of what was closed before its end.
+        sequences: what explain() tells of.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str = "Once upon a time there was a fox.") -> None:
@@ -65,6 +68,7 @@ class FakeEngine:
         self.classes = BUILT_IN
         self.launched = False
         self.requests: list[AddRequest] = []
+        self.sequences: list[LiveSequence] = []
         self.aborted: list[str] = []
         self.running: set[tuple[str, int]] = set()
         self.phases_total_ns: dict[tuple[str, int], int] = {}
@@ -111,12 +115,16 @@ class FakeEngine:
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"
 
-    async def explain(self, most: int) -> list[ExplainedStep]:
+    async def explain(
+        self, most: int, after_ns: int = 0, most_sequences: int = 0, with_parts: bool = False
+    ) -> Explanation:
         if self.state != "ready":
             raise EngineDead(self.last_error)
-        return [
-            ExplainedStep(time.monotonic_ns(), f"step {number} of {'6f1f' * 8}-0.") for number in range(100 - most, 100)
+        steps = [
+            ExplainedStep(time.monotonic_ns(), f"step {number} of {'6f1f' * 8}-0.", 3, 5, 2_000_000, 1.9e6)
+            for number in range(100 - most, 100)
         ]
+        return Explanation(steps, self.sequences[:most_sequences], 7)
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights

@@ -42,6 +42,7 @@ tpot_ms = 40
 [[class]]
 name = "chat"
 ttft_ms = 500
+e2e_ms = 60000
 
 [[class]]
 name = "night"
@@ -304,6 +305,9 @@ def test_objectives_that_are_met_and_missed_are_counted(server: LiveServer) -> N
     timings = easy.json()["timings"]
     assert (timings["service_class"], timings["ttft_objective_ns"], timings["ttft_met"]) == ("night", 10**14, True)
     assert timings["yielded"] == "overload"
+    before = metric(server, "objectives_total", service_class="chat", objective="e2e", result="met")
+    assert ask(server, include_timings=True).json()["timings"]["e2e_met"] is True
+    eventually(lambda: metric(server, "objectives_total", service_class="chat", objective="e2e", result="met") > before)
 
 
 def test_requests_that_are_refused_are_counted_by_reason(server: LiveServer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -61,6 +63,14 @@ def test_objectives_and_whether_they_were_met(terms: Terms, tokens: int, found: 
     assert (timings["service_class"], timings["yielded"]) == ("voice", "late")
     names = ("ttft_objective_ns", "ttft_met", "tpot_objective_ns", "tpot_met")
     assert tuple(timings[name] for name in names) == found
+
+
+@pytest.mark.parametrize(("e2e_ms", "found"), [(0.5, (500_000, True)), (0.4, (400_000, False)), (inf, (None, None))])
+def test_an_objective_for_the_whole_is_judged_by_the_last_token(e2e_ms: float, found: tuple[Any, ...]) -> None:
+    stamps = Stamps(0, 100, 200, first_token_ns=200_000, last_token_ns=458_000, received_ns=458_000)
+    terms = Terms(replace(VOICE, e2e_ms=e2e_ms))
+    timings = ChoiceTimings(stamps, SequenceTimings({}, 0, 5, 0), 5, terms).as_object()
+    assert (timings["e2e_objective_ns"], timings["e2e_met"]) == found
 
 
 def test_object_is_added_to_json_with_its_own_making_left_out() -> None:

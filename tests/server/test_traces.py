@@ -15,9 +15,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import SamplingParams
+from headway.server.aside import MOST_WAITING
 from headway.server.classes import Terms
+from headway.server.ended import Ended, TraceParent, parent_in
 from headway.server.timings import Stamps
-from headway.server.traces import MOST_WAITING, Traced, TraceParent, Tracer, parent_in, tracer_of
+from headway.server.traces import Tracer, tracer_of
 from tests.server.conftest import StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, LiveServer, eventually
@@ -150,7 +152,7 @@ def test_later_versions_of_the_context_are_read() -> None:
     assert parent.span_id.hex() == "b7ad6b7169203331" and not parent.sampled
 
 
-def traced(**changes: Any) -> Traced:
+def traced(**changes: Any) -> Ended:
     stamps = Stamps(arrived_ns=1_000, first_token_ns=2_000_000, last_token_ns=3_000_000)
     given: dict[str, Any] = {
         "parent": TraceParent(b"\xff" * 16),
@@ -168,7 +170,7 @@ def traced(**changes: Any) -> Traced:
         "terms": Terms(),
         "ended_ns": 4_000_000,
     }
-    return Traced(**given | changes)
+    return Ended(**given | changes)
 
 
 def test_misses_and_failures_are_kept_whatever_the_share_and_decisions_follow_the_trace() -> None:

@@ -140,7 +140,7 @@ class CachedBlocks:
             shares: how many blocks are kept for each class.
         """
         self._shares = shares
-        self._haste = {each.name: HASTE for each in classes if math.isinf(each.ttft_ms)}
+        self._haste = {each.name: HASTE for each in classes if math.isinf(min(each.ttft_ms, each.e2e_ms))}
 
     def add(self, blocks: list[int]) -> None:
         """The last sequence has released these blocks, in this order."""

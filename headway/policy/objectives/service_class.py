@@ -60,6 +60,7 @@ class ServiceClass:
     Args:
         ttft_ms: objective for the time from a request's first byte to its first token; infinite for none.
         tpot_ms: objective for the time between two tokens; infinite for none.
+        e2e_ms: objective for the time from a request's first byte to its last token; infinite for none.
         window_ms: least and most time that the first request of an idle engine may wait for others to join it.
         seats: share of --max-num-seqs that other classes may not take.
         tokens: share of a step's prompt tokens that other classes may not take while prompts of this one wait.
@@ -79,6 +80,7 @@ class ServiceClass:
     name: str
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
+    e2e_ms: float = math.inf
     window_ms: tuple[float, float] = (0.0, 0.0)
     seats: float = 0.0
     tokens: float = 0.0
@@ -96,7 +98,7 @@ class ServiceClass:
             raise InvalidEntry('a class has no name; write name = "..."', "name")
         if len(self.name) > LONGEST_NAME or not self.name.isprintable():
             raise InvalidEntry(f"name is {self.name!r:.80}; give at most {LONGEST_NAME} printable characters", "name")
-        for key in ("ttft_ms", "tpot_ms"):
+        for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
             self._check(key, "an objective is more than 0 and at most 1e9 ms", lambda ms: 0 < ms <= MOST_MS, math.inf)
         least, most = self.window_ms
         if not 0 <= least <= most <= 1000:
@@ -119,6 +121,21 @@ class ServiceClass:
         value = getattr(self, key)
         if value != allowed and not holds(value):
             raise InvalidEntry(f"{key} is {value:g}; {rule}", key)
+
+    def within_e2e(self, ttft_ms: float, tpot_ms: float, further: float) -> tuple[float, float]:
+        """The milliseconds until a first token, and between two, by which a request keeps e2e_ms too.
+
+        The first token has half of the time, or all where it is the only one; the other tokens share what is left
+        evenly, where it is known how many they may be.
+
+        Args:
+            ttft_ms, tpot_ms: those by which it keeps its other objectives.
+            further: tokens that may follow the first; infinite where nobody knows.
+        """
+        ttft_ms = min(ttft_ms, self.e2e_ms / 2 if further else self.e2e_ms)
+        if 0 < further < math.inf:
+            tpot_ms = min(tpot_ms, (self.e2e_ms - ttft_ms) / further)
+        return ttft_ms, tpot_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,24 @@ class Accounting:
             sequence.ledger.mark_parts(self._decode.phases_ns, marks)
         sequence.ledger.mark(Phase.SCHEDULE, now)
 
+    def so_far(self, sequence: Sequence, now: int) -> tuple[Phase, dict[Phase, int]]:
+        """Where a sequence is, and its phases in nanoseconds until now. Nothing is changed by it.
+
+        The time since the last reading of its clock goes to where it is; a step that ends later may divide it
+        differently.
+        """
+        found = Ledger(sequence.ledger.last_ns)
+        found.phases_ns = dict(sequence.ledger.phases_ns)
+        waits, marks = sequence.status is Status.WAITING, sequence.clock_marks
+        if marks is not None:
+            found.mark_parts((self._queue if waits else self._decode).phases_ns, marks)
+        if waits:
+            phase = self.queue_reason if marks is not None else Phase.DECODE_STALL_PREEMPTED
+            found.mark(phase, now)
+            return phase, found.phases_ns
+        found.mark(Phase.SCHEDULE, now)
+        return (Phase.DECODE_COMPUTE if sequence.output_len else Phase.PREFILL_COMPUTE), found.phases_ns
+
     def _stall(self, sequence: Sequence, phase: Phase, until: int) -> None:
         length = until - sequence.ledger.last_ns
         if length > 0:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
 
@@ -28,6 +29,8 @@ class Decision:
         swapped_out: who was preempted and goes to host memory, with how many blocks.
         swapped_in: blocks that are copied back.
         predicted_ns, took_ns: predicted and measured time of the forward pass; 0 while it is not known.
+        least_ns: what the machine would need at least for it; 0 where that is not known.
+        plan, times: what was run, and when; None where nothing was, or while it is not known.
     """
 
     planned_ns: int
@@ -50,6 +53,9 @@ class Decision:
     swapped_in: int = 0
     predicted_ns: float = 0.0
     took_ns: int = 0
+    least_ns: float = 0.0
+    plan: StepPlan | None = None
+    times: StepTimes | None = None
 
     def note_preempted(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
         """Note who was preempted, and what is swapped."""
@@ -57,6 +63,10 @@ class Decision:
         self.preempted = [sequence.request_id for sequence in preempted]
         self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
         self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
+
+    def ran(self, plan: StepPlan, times: StepTimes) -> None:
+        """Note what was run of it."""
+        self.plan, self.times, self.took_ns = plan, times, times.computed_ns - times.launched_ns
 
     def in_words(self) -> str:
         """The decision as one line of text."""
@@ -93,6 +103,8 @@ class Decision:
             parts.append(f"predicted {self.predicted_ns / 1e6:.1f} ms")
         if self.took_ns:
             parts.append(f"took {self.took_ns / 1e6:.1f} ms")
+        if self.least_ns:
+            parts.append(f"the roofline is {self.least_ns / 1e6:.2f} ms")
         return "; ".join(parts) + "."
 
 

@@ -277,6 +277,9 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
     ranked = {each.name: (rank, each) for rank, each in enumerate(classes.classes)}
     rank, service = ranked.get(request.service_class) or ranked.get(classes.default) or (0, classes.classes[0])
     ttft_ms, tpot_ms = min(service.ttft_ms, request.ttft_ms), min(service.tpot_ms, request.tpot_ms)
+    if service.e2e_ms < math.inf:
+        further = 0 if request.pooling is not None else (request.params.max_tokens or math.inf) - 1
+        ttft_ms, tpot_ms = service.within_e2e(ttft_ms, tpot_ms, further)
     due_ns = NEVER
     if ttft_ms < math.inf and not request.pins_prompt:
         in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns

@@ -356,7 +356,7 @@ class Scheduler:
         idle = self._idle_beside(sequences)
         self.accounting.record_step(sequences, plan, idle, times)
         if self.decisions:  # the latest is the step's
-            self.decisions[-1].took_ns = times.computed_ns - times.launched_ns
+            self.decisions[-1].ran(plan, times)
             self.policy.heed(self.decisions[-1].planned_ns, times)
         changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0

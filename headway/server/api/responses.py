@@ -49,6 +49,8 @@ class Timings(BaseModel):
     ttft_met: bool | None
     tpot_objective_ns: int | None
     tpot_met: bool | None
+    e2e_objective_ns: int | None
+    e2e_met: bool | None
     yielded: Literal["", "late", "oversized", "overload"]
     passed_over: int
 

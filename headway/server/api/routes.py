@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from headway import __version__
 from headway.engine.client import EngineDead
+from headway.engine.messages import Explanation
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
@@ -48,7 +49,10 @@ from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.errors import bad_request, unavailable
 from headway.server.generation import Generation, clock
+from headway.server.live import Live
 from headway.server.metrics.metrics import CONTENT_TYPE
+from headway.server.page.document import page
+from headway.server.profile import profile
 from headway.server.service import Service
 
 BODIES = (
@@ -99,6 +103,9 @@ class Routes:
         self._service = service
         exposition = partial(service.metrics.exposition, bool(service.settings.metrics_keys))
         self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
+        self._page = page() if service.settings.pages else None
+        self._live = Live(service)
+        self._profiled_since_ns: int | None = None
 
     def add_to(self, app: FastAPI) -> None:
         add, of_generation, body = partial(responses.add_route, app), responses.EVENT_STREAM, responses.json_body
@@ -126,6 +133,12 @@ class Routes:
         failures = responses.errors(400, 401, 503)
         told = {"model": responses.Schedule, **plain}
         add("GET", "/debug/schedule", self.schedule, told, failures, {"parameters": [steps, form]})
+        trace = {"content": {"application/json": {"schema": {"type": "object"}}}}
+        add("GET", "/debug/profile", self.profile, trace, failures, {"parameters": [steps]})
+        add("POST", "/start_profile", self.start_profile, {}, {}, in_schema=False)
+        add("POST", "/stop_profile", self.stop_profile, {}, {}, in_schema=False)
+        if self._page is not None:
+            add("GET", "/debug/live", self.live, {}, {}, in_schema=False)
         app.add_api_route(
             "/metrics",
             self.metrics,
@@ -329,8 +342,10 @@ class Routes:
             "max_model_len": self._service.check_ready().max_model_len,
         }
 
-    async def root(self) -> Response:
-        """Where to go from here."""
+    async def root(self, request: Request) -> Response:
+        """The page, for browsers; for others where to go from here."""
+        if self._page is not None and "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(self._page.html, headers=self._page.headers)
         places = {"api": "/docs", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
         return _json({"server": f"headway {__version__}"} | places)
 
@@ -353,22 +368,51 @@ class Routes:
         """Requests in flight."""
         return _json({"server_load": self._service.in_flight})
 
+    async def _explained(self, steps: int, after_ns: int = 0, sequences: int = 0, parts: bool = False) -> Explanation:
+        """What the engine tells of its last steps. Raises ApiError where it has died."""
+        try:
+            return await self._service.engine.explain(steps, after_ns, sequences, parts)
+        except EngineDead as error:
+            raise unavailable(str(error), "engine_dead", 5) from None
+
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
         self._service.check_ready()
         steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
         if form not in ("json", "text"):
             raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
-        try:
-            told = await self._service.engine.explain(steps)
-        except EngineDead as error:
-            raise unavailable(str(error), "engine_dead", 5) from None
+        told = await self._explained(steps)
         now = clock()
-        decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told]
+        decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told.steps]
         if form == "json":
             return _json({"steps": decisions})
         lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
+
+    async def profile(self, request: Request) -> Response:
+        """The last steps and the requests in them as a trace for ui.perfetto.dev."""
+        return await self._profile(query_number(request, "steps", 50, DECISIONS_KEPT))
+
+    async def _profile(self, steps: int, after_ns: int = 0) -> Response:
+        self._service.check_ready()
+        return _json(profile(await self._explained(steps, after_ns, DECISIONS_KEPT, True)))
+
+    async def start_profile(self) -> Response:
+        """Begin a profile, as vLLM does: steps from now on are in what stop_profile answers."""
+        self._service.check_ready()
+        self._profiled_since_ns = clock()
+        return _json({"status": "started"})
+
+    async def stop_profile(self) -> Response:
+        """The trace of the steps since start_profile, of the last ones where they are more than are kept."""
+        since_ns, self._profiled_since_ns = self._profiled_since_ns, None
+        if since_ns is None:
+            raise bad_request("no profile was started; POST /start_profile first, or GET /debug/profile")
+        return await self._profile(DECISIONS_KEPT, since_ns)
+
+    async def live(self) -> Response:
+        """What the engine does now, twice a second, as server-sent events."""
+        return self._live.stream()
 
     async def metrics(self) -> Response:
         return Response(await self._exposition.get(), media_type=CONTENT_TYPE)

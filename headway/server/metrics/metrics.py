@@ -32,6 +32,7 @@ SECONDS = tuple(bound for bound in FINE_SECONDS if bound >= 1e-3)
 TOKENS = tuple(2.0**e for e in range(18))
 SEQUENCES = TOKENS[:13]
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
+DISTANCES = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 300.0, 1000.0)
 LABELS = ("model_name", "engine")
 NS = 1e-9
 _REFUSALS = (403, 429, 503)
@@ -142,7 +143,9 @@ class Metrics:
             ),
             "windows": self._counter("batching_windows", "Times that an idle engine waited for more requests."),
         }
-        self._iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", TOKENS)
+        # vLLM's name for it ends as that of a counter, which checks of names complain of.
+        name = "iteration_tokens" + "_total" * (self.prefix == "vllm:")
+        self._iteration_tokens = self._histogram(name, "Tokens computed by a step.", TOKENS)
         self._iteration_sequences = self._histogram("iteration_sequences", "Choices in a step.", SEQUENCES)
         self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", FINE_SECONDS)
         self._decode_step_seconds = self._histogram(
@@ -153,6 +156,11 @@ class Metrics:
             "step_slack_seconds",
             "Time until the next token with a TPOT objective is due, when a step begins.",
             FINE_SECONDS,
+        )
+        self._roofline = self._histogram(
+            "step_time_to_roofline_ratio",
+            "Measured time of a forward pass / the least that the machine needs for it, of one step in sixteen.",
+            DISTANCES,
         )
         self._overrun = self._histogram(
             "step_time_measured_to_predicted_ratio",
@@ -266,6 +274,8 @@ class Metrics:
             self._chunk_tokens.observe(stats.prompt_tokens)
         if stats.slack_ns:
             self._slack_seconds.observe(stats.slack_ns * NS)
+        if stats.least_ns and stats.forward_ns:
+            self._roofline.observe(stats.forward_ns / stats.least_ns)
         if stats.predicted_ns and stats.forward_ns:
             self._overrun.observe(stats.forward_ns / stats.predicted_ns)
         self._memory.on_step(stats)
@@ -315,10 +325,10 @@ class Metrics:
         if timings is not None and timings.passed_over and self.by_tenant is not None:
             self.by_tenant.passed_over[terms.tenant] += timings.passed_over
         if reason in _BROKEN:
-            self.by_class.judged(name, terms.verdicts(NEVER, None))
+            self.by_class.judged(name, terms.verdicts(NEVER, None, NEVER))
         if reason not in ("stop", "length"):
             return
-        self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns))
+        self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns, stamps.e2e_ns))
         self._prompt_len.observe(prompt_len)
         if num_tokens:
             self._output_len.observe(num_tokens)

@@ -1,0 +1,69 @@
+"""Profiles of the steps that have been, in Chrome's format."""
+
+from __future__ import annotations
+
+from headway.engine.messages import Explain, ExplainedStep, Explanation, LiveSequence, StepPart
+from headway.server.profile import profile
+from tests.engine.test_core import MS, ask, engine
+from tests.server.conftest import StartServer
+from tests.server.live_server import LiveServer
+
+
+def test_steps_and_their_parts_are_on_one_axis() -> None:
+
+    core, clock = engine()
+    before = core.explain(Explain(1)).steps[-1].planned_ns
+    ask(core, clock, "100", 8, 4)
+    ask(core, clock, "101", 20, 9, "offline")
+    for _ in range(6):
+        core.step()
+    told = core.explain(Explain(100, before, 100, True))
+    events = profile(told)["traceEvents"]
+    spans = [each for each in events if each["ph"] == "X"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["pid"] == 2 and e["tid"]}
+    assert sorted(threads.values()) == ["100", "101"]  # the first has ended, and is known still
+    steps = [each for each in spans if each["name"] == "step"]
+    assert len(steps) == 6 and all("predicted" in each["args"]["decision"] for each in steps)
+    for step in steps:
+        inside = [
+            s
+            for s in spans
+            if s["pid"] == 1 and s["name"] != "step" and step["ts"] <= s["ts"] < step["ts"] + step["dur"]
+        ]
+        assert sum(each["dur"] for each in inside) == step["dur"]
+    parts = [each for each in spans if each["pid"] == 2]
+    assert [each["name"] for each in parts if threads[each["tid"]] == "100"] == ["prompt, 8 tokens", *["decode"] * 3]
+    assert all(each["dur"] >= 10 * MS / 1e3 for each in parts)
+    (arrival,) = [each for each in events if each["ph"] == "i"]
+    assert arrival["name"] == "101 arrives" and sum(arrival["args"]["ledger_ms"].values()) > 0
+    assert {each["args"]["running"] for each in events if each["ph"] == "C"} <= {1, 2}
+
+
+def test_steps_that_did_not_run_and_sequences_without_a_name_are_no_trouble() -> None:
+    parts = [StepPart(7, "", 3, 1, True)]
+    ran = ExplainedStep(10, "It ran.", launched_ns=20, computed_ns=30, sampled_ns=40, parts=parts)
+    events = profile(Explanation([ExplainedStep(5, "Nothing runs."), ran]))["traceEvents"]
+    assert [each["name"] for each in events if each["ph"] == "X"] == [
+        "step",
+        "plan and tensors",
+        "forward pass",
+        "sampling",
+        "decode",
+    ]
+    assert any(each["args"].get("name") == "ended before" for each in events)
+
+
+def test_the_route_and_those_of_vllm(start_server: StartServer, server: LiveServer) -> None:
+    server.engine.sequences = [LiveSequence("aa-0", 0, "batch", 5, "schedule", {"schedule": 3}, 1, 1, 1, 1, None)]
+    trace = server.client.get("/debug/profile?steps=3").json()
+    assert trace["displayTimeUnit"] == "ms" and len(trace["traceEvents"]) >= 5
+    for query, status in (("steps=0", 400), ("steps=257", 400), ("steps=x", 400)):
+        assert server.client.get(f"/debug/profile?{query}").status_code == status
+    refused = server.client.post("/stop_profile")
+    assert refused.status_code == 400 and "/start_profile" in refused.json()["error"]["message"]
+    assert server.client.post("/start_profile").status_code == 200
+    assert "traceEvents" in server.client.post("/stop_profile").json()
+    assert server.client.post("/stop_profile").status_code == 400
+    locked = start_server(api_keys=["sk-one"])
+    for method, path in (("GET", "/debug/profile"), ("POST", "/start_profile"), ("POST", "/stop_profile")):
+        assert locked.client.request(method, path).status_code == 401
