@@ -5,6 +5,7 @@ What a stream's last event is depends on the API. A stream that ends without it 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -17,10 +18,6 @@ _FIELDS = (b"data", b"event", b"id", b"retry")
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "message_stop")
 
 
-class Details(msgspec.Struct):
-    cached_tokens: int = 0
-
-
 class Usage(msgspec.Struct):
     """What a request has used, in the spellings of the APIs."""
 
@@ -28,11 +25,17 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens_details: Details | None = None
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens + self.input_tokens + self.output_tokens
+
+    def joined(self, before: Usage | None) -> Usage:
+        """What both say together: Anthropic's streams tell the prompt first, and the output at their end."""
+        if before is None:
+            return self
+        names = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+        return Usage(*[max(getattr(self, name), getattr(before, name)) for name in names])
 
 
 class Delta(msgspec.Struct):
@@ -138,7 +141,12 @@ class EventReader:
 
     def _note(self, part: Part) -> None:
         inner = part.response or part
-        self.usage = inner.usage or self.usage
+        usage = inner.usage
+        if part.type == "message_start":
+            with contextlib.suppress(msgspec.MsgspecError):
+                usage = decode_part(part.message).usage
+        if usage is not None:
+            self.usage = usage.joined(self.usage)
         if part.response is not None and part.response.id:
             self.response_id = part.response.id
         if part.choices:

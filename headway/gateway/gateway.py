@@ -24,7 +24,7 @@ from headway.server.edge.pacing import Pace
 from headway.server.errors import ApiError, bad_request, unavailable
 
 # Small requests that may begin in one turn of the event loop; each takes some tenth of a millisecond.
-BEGUN_PER_TURN = 8
+BEGUN_PER_TURN = 16
 # Stored responses of which the gateway knows where they are.
 REMEMBERED_RESPONSES = 100_000
 logger = logging.getLogger("headway.server")

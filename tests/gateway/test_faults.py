@@ -222,7 +222,7 @@ def test_a_frozen_backend_hangs_nobody_and_gets_requests_again_when_it_thaws() -
 
 def test_a_backend_that_has_become_slow_gets_no_more_once_that_is_learnt() -> None:
     with (
-        ScriptedServer(script=json.dumps(script(ttft_s=0.05))) as slow,
+        ScriptedServer(script=json.dumps(script(ttft_s=0.15))) as slow,
         ScriptedServer(script=json.dumps(script(ttft_s=0.005))) as quick,
         LiveGateway(file_text({"slow": slow.url, "quick": quick.url}, 'routing = "predicted-ttft"')) as gateway,
     ):
