@@ -33,6 +33,7 @@ _GAIN, _FURTHER_GAIN = 1.1, 1.03  # least gains in tokens per second: for drafts
 _GROWTH = 2  # most multiple of the rows that were measured
 _LOSS = 0.004  # share of the time that drafts may lose as far as that is seen: what they leave in caches costs more
 _CREDIT_AT_START, _MOST_CREDIT = 2.0, 5.0  # in steps without drafts
+_CREDIT_OF_MODELS = 6.0  # the same more, as passes of a draft model have to be paid before anything is known of it
 # After so many steps some are left alone, so that it stays known what they take then. The first of these still find the
 # caches full of other numbers; of a long rest, not all are looked at.
 _PLAIN_EVERY, _PLAIN_STEPS, _SETTLING = 192, 6, 2
@@ -78,6 +79,8 @@ class Speculation:
         self._credit_ns = 0.0  # what may be lost
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
         self._usual_ns = 0.0  # what it takes to make drafts
+        self._further_credit = 0.0 if drafting is None else _CREDIT_OF_MODELS
+        self._passes_ns = 0.0  # of the step that comes
         self._resting = self._rested = self._busy = 0  # steps: that are left alone yet, that were, that were not
         self._has_drafted, self._sequences = False, 0
 
@@ -128,9 +131,10 @@ class Speculation:
         if rested or behind_drafts:
             counted = min(float(took_ns), 2.0 * plain)
         elif not counted:
+            self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
         if not self._plain_ns:
-            self._credit_ns += _CREDIT_AT_START * plain
+            self._credit_ns += (_CREDIT_AT_START + self._further_credit) * plain
         self._plain_ns = plain
         self._credit_ns += _LOSS * counted * (not rested) + plain * new_tokens / sequences - counted
 
@@ -146,10 +150,10 @@ class Speculation:
         """
         counted = min(float(took_ns), 2.0 * self._usual_ns) if self._usual_ns else float(took_ns)
         self._usual_ns += (counted - self._usual_ns) / 8 if self._usual_ns else counted
-        if self.drafting is not None:
-            counted += self.drafting.take_passes_ns()
+        self._passes_ns = 0.0 if self.drafting is None else self.drafting.take_passes_ns()
         if self._plain_ns:
-            self._credit_ns = min(self._credit_ns - counted, _MOST_CREDIT * self._plain_ns)
+            left = self._credit_ns - counted - self._passes_ns
+            self._credit_ns = min(left, (_MOST_CREDIT + self._further_credit) * self._plain_ns)
 
     def forget(self, seq_id: int, output_len: int = 0) -> None:
         """A sequence has ended with so many tokens of output."""
