@@ -111,7 +111,7 @@ def test_aborts_and_an_engine_that_takes_over_change_no_token(folder: str, alone
     assert len(successor.scheduler.sequences) > 2
     while successor.has_work:
         step(successor)
-    successor.check()
+    successor.scheduler.check()
     assert {name: said[name] for name in said.keys() - gone} == {
         str(number): tokens for number, tokens in enumerate(alone) if str(number) not in gone
     }
