@@ -17,7 +17,7 @@ import msgspec
 from headway import __version__
 from headway.engine.client import EngineDead
 from headway.engine.messages import ExplainedStep, LiveSequence
-from headway.server.api.streaming import EventStream, EventWriter, SlowReader, event
+from headway.server.edge.streaming import EventStream, EventWriter, SlowReader, event
 from headway.server.ended import Ended
 from headway.server.errors import too_many
 from headway.server.service import Service
