@@ -254,7 +254,7 @@ class View:
         table = Table("in the last seconds", "", show_header=False)
         last = self.snapshots[-1]
         for metric, label, words in (
-            ("stall_seconds_total", "cause", "sequences waiting for {}"),
+            ("stall_seconds_total", "cause", "sequences in {}"),
             ("class_requests_refused_total", "reason", "refused a second: {}"),
         ):
             rates = {each: self.rate((metric,), **{label: each}) for each in last.values(metric, label)}

@@ -20,7 +20,7 @@ def explanation(scheduler: Scheduler, asked: Explain, now: int) -> Explanation:
     newest = takewhile(lambda each: each.planned_ns > asked.after_ns, reversed(scheduler.decisions))
     last = list(islice(newest, asked.most))[::-1]
     names = _names(scheduler) if asked.with_parts else None
-    steps = [_step(each, names) for each in last]
+    steps = [_step(each, asked.with_words, names) for each in last]
     there = chain(scheduler.sequences.running, scheduler.sequences.waiting)
     sequences = [_live(each, scheduler.accounting, now) for each in islice(there, asked.most_sequences)]
     return Explanation(steps, sequences, scheduler.blocks.cached.num_cached)
@@ -37,10 +37,10 @@ def _names(scheduler: Scheduler) -> dict[int, str]:
     return admitted | {seq_id: sequence.request_id for seq_id, sequence in scheduler.sequences.items()}
 
 
-def _step(decision: Decision, names: dict[int, str] | None) -> ExplainedStep:
+def _step(decision: Decision, with_words: bool, names: dict[int, str] | None) -> ExplainedStep:
     step = ExplainedStep(
         decision.planned_ns,
-        decision.in_words(),
+        decision.in_words() if with_words else "",
         decision.decoding,
         decision.prompt_tokens,
         decision.took_ns,

@@ -53,6 +53,7 @@ class Explain(_Message):
     after_ns: int = 0
     most_sequences: int = 0  # how many of the sequences are told of, those that run first
     with_parts: bool = False  # whether steps have their times and parts
+    with_words: bool = True  # whether steps have their reasons, which are long in a crowd
 
 
 class Shutdown(_Message):

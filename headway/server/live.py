@@ -96,7 +96,7 @@ class Live:
         look: dict[str, Any] = {"state": engine.state, "steps": [], "sequences": [], "cached_blocks": 0}
         newest_ns = after_ns
         try:
-            told = await engine.explain(MOST_STEPS, after_ns, MOST_SEQUENCES)
+            told = await engine.explain(MOST_STEPS, after_ns, MOST_SEQUENCES, with_words=False)
         except EngineDead:
             pass
         else:

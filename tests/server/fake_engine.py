@@ -116,7 +116,12 @@ class FakeEngine:
         self.state, self.last_error = "stopped", "the server is shutting down"
 
     async def explain(
-        self, most: int, after_ns: int = 0, most_sequences: int = 0, with_parts: bool = False
+        self,
+        most: int,
+        after_ns: int = 0,
+        most_sequences: int = 0,
+        with_parts: bool = False,
+        with_words: bool = True,
     ) -> Explanation:
         if self.state != "ready":
             raise EngineDead(self.last_error)

@@ -36,10 +36,11 @@ def asked(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     told: list[tuple[int, ...]] = []
     explain = FakeEngine.explain
 
-    async def noting(self: FakeEngine, *how: int) -> Any:
+    async def noting(self: FakeEngine, *how: int, with_words: bool = True) -> Any:
         if self is engine:
+            assert not with_words, "reasons would be made, and shown to nobody"
             told.append(how)
-        return await explain(self, *how)
+        return await explain(self, *how, with_words=with_words)
 
     monkeypatch.setattr(FakeEngine, "explain", noting)
     return told
