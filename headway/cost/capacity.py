@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from headway.cost.layers import ShapeError
 from headway.cost.memory import activation_bytes, kv_cache_bytes
-from headway.cost.parallel import device_weight_bytes, stages
+from headway.cost.parallel import device_weight_bytes
 from headway.cost.precision import FP8, Precision
 from headway.cost.shape import ModelShape
 from headway.cost.timing import Deployment
@@ -116,7 +116,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     one = sequence_bytes(d, prompt + output, block_size, settings.rolling)
     apart = room // one
     together = _sharing(d, cached, prompt - cached + output, room, settings) if cached else apart
-    in_stage = max(stage.attention_layers for stage in _stages(d)) * d.device.kv_elements_per_layer
+    in_stage = max(stage.attention_layers for stage in d.device_stages) * d.device.kv_elements_per_layer
     if d.shape.kinds:  # there is one stage
         in_stage = d.device.kv_elements_per_token
     return Capacity(
@@ -140,7 +140,7 @@ def sequence_bytes(deployment: Deployment, tokens: int, block_size: int = 16, ro
     Args:
         rolling: layers with a sliding window keep no more than the window.
     """
-    return max(_held(deployment, stage, tokens, block_size, rolling) for stage in _stages(deployment))
+    return max(_held(deployment, stage, tokens, block_size, rolling) for stage in deployment.device_stages)
 
 
 def _sharing(deployment: Deployment, prefix: int, rest: int, room: int, settings: Settings) -> int:
@@ -152,7 +152,7 @@ def _sharing(deployment: Deployment, prefix: int, rest: int, room: int, settings
         left = room - _held(deployment, stage, whole, block, rolling)
         return max(0, left) // _held(deployment, stage, prefix - whole + rest, block, rolling)
 
-    return min(fitting(stage) for stage in _stages(deployment))
+    return min(fitting(stage) for stage in deployment.device_stages)
 
 
 def remedies(
@@ -180,11 +180,6 @@ def remedies(
     if now.max_context > 1:
         found.append(f"at most {now.max_context:,} tokens of prompt and output (1 at once)")
     return tuple(found)
-
-
-def _stages(deployment: Deployment) -> list[ModelShape]:
-    """The layers of each pipeline stage as one device has them."""
-    return stages(deployment.device, deployment.parallelism.pipeline)
 
 
 def _held(deployment: Deployment, stage: ModelShape, tokens: int, block_size: int, rolling: bool) -> int:

@@ -173,6 +173,11 @@ class Deployment:
         return device_shape(self.shape, self.parallelism)
 
     @cached_property
+    def device_stages(self) -> list[ModelShape]:
+        """The layers of each pipeline stage as one device has them, with equal ones once."""
+        return stages(self.device, self.parallelism.pipeline)
+
+    @cached_property
     def working_set(self) -> int:
         """Bytes of weights that a small step reads on a device."""
         return device_weight_bytes(self.shape, self.precision, self.parallelism)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes, pass_context
 from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -131,6 +131,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
 
+def _variables_of(tree: nodes.Template, environment: _Environment) -> frozenset[str]:
+    """The variables that a template looks at, found without computing its constants, as `jinja2.meta` would."""
+    tracker = TrackingCodeGenerator(environment)
+    tracker.optimizer = None
+    tracker.visit(tree)
+    return frozenset(tracker.undeclared_identifiers)
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -154,7 +162,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         environment = _Environment()
         try:
-            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
+            self.variables = _variables_of(environment.parse(source), environment)
             self._template = environment.from_string(source)
             self._plain = PlainTemplate.of(environment, source)
         except jinja2.TemplateSyntaxError as error:

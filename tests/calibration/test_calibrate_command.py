@@ -24,6 +24,8 @@ from tests.planner.command_line import CommandLine
 ROOT = Path(__file__).parents[2]
 SOON_S = 30.0
 PYTHON = sys.executable
+# A plan with few sequences at once is quick: the most that can be served is soon found.
+PLAN = ("plan", "llama-3.2-1b", "--max-num-seqs", 4, "--hardware")
 
 Child = Callable[[str], None]
 
@@ -92,7 +94,7 @@ def test_plans_use_it(
     more: str,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(measured[0]))
-    ran = headway("plan", "llama-3.2-1b", "--hardware", "HERE", "--verbose", *more.split())
+    ran = headway(*PLAN, "HERE", "--verbose", *more.split())
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("llama-3.2-1b on 1 × here, ")
     assert "of steps were measured on this machine" in " ".join(ran.out.split())
@@ -102,10 +104,10 @@ def test_a_plan_s_figures_are_those_of_the_entry(
     measured: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, headway: CommandLine
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(measured[0]))
-    figures = json.loads(headway("plan", "llama-3.2-1b", "--hardware", "here", "--json").out)
+    figures = json.loads(headway(*PLAN, "here", "--json").out)
     assert (figures["hardware"], figures["engine"]) == ("here", "headway")
     assert figures["tpot_ms"] > 0 and figures["ttft_ms"] > 0
-    assert "did you mean here?" in headway("plan", "llama-3.2-1b", "--hardware", "her").error()
+    assert "did you mean here?" in headway(*PLAN, "her").error()
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def test_output_is_written_there_alone(headway: CommandLine, child: Child, entri
 def test_an_entry_may_have_a_name_of_the_catalogue(headway: CommandLine) -> None:
     """What was measured here goes before what a data sheet says."""
     save(a_machine("h200"))
-    assert headway("plan", "llama-3.2-1b", "--hardware", "H200").out.startswith("llama-3.2-1b on 1 × h200, ")
+    assert headway(*PLAN, "H200").out.startswith("llama-3.2-1b on 1 × h200, ")
 
 
 def test_plans_find_each_of_several_entries(headway: CommandLine, entries: Path) -> None:
@@ -192,7 +194,7 @@ def test_plans_find_each_of_several_entries(headway: CommandLine, entries: Path)
     (entries / "notes.txt").write_text("not an entry")
     (entries / ".mine.json.left").write_text("{")
     for key in ("zen", "a-first", "mine.2"):
-        assert headway("plan", "llama-3.2-1b", "--hardware", key).out.startswith(f"llama-3.2-1b on 1 × {key}, ")
+        assert headway(*PLAN, key).out.startswith(f"llama-3.2-1b on 1 × {key}, ")
 
 
 @pytest.mark.parametrize("columns", [50, 80, 140])

@@ -180,7 +180,9 @@ def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bo
     assert 0 < host.counts["in"] <= host.counts["out"] and host.counts["recompute"] == 0
 
 
-@pytest.mark.parametrize("way", ["one by one", "in a batch", "preempted", "swapped"])
+@pytest.mark.parametrize(
+    "way", ["one by one", pytest.param("in a batch", marks=pytest.mark.slow), "preempted", "swapped"]
+)
 def test_with_drafts(model: Model, alone: list[list[int]], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {}
     if way in ("preempted", "swapped"):

@@ -46,6 +46,8 @@ GROUPS = {
     "gemma4": [[5, 9], [0, 1], [2, 3], [4, 6, 7, 8]],
     "gemma4-moe": [[2, 4], [5], [0], [1], [3]],
 }
+# Half of the families are tested in each dtype, and the others in that with the slow tests: caches are divided alike.
+DTYPES = dict(zip(FAMILIES, ("bfloat16", "float32") * 3, strict=True))
 # Elements of a token's keys and values in a block: 2 heads of 16, in as many layers as a group has room for.
 ELEMENTS = {"gpt-oss": 64, "gemma": 128, "mistral": 128, "sinks": 128, "gemma4": 128, "gemma4-moe": 128}
 # Sinks that are as many in blocks of any size here.
@@ -72,16 +74,22 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_config(tmp_path_factory.mktemp(family), **FAMILIES[family])
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def whole(folder: str, request: pytest.FixtureRequest) -> tuple[str, list[list[int]]]:
-    """A dtype, and what an engine says in it that keeps everything."""
+@pytest.fixture(scope="module", params=["one dtype", pytest.param("the other", marks=pytest.mark.slow)])
+def dtype(family: str, request: pytest.FixtureRequest) -> str:
+    first = DTYPES[family]
+    return first if request.param == "one dtype" else next(each for each in DTYPES.values() if each != first)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str, dtype: str) -> list[list[int]]:
+    """What an engine says that keeps everything."""
     with pytest.MonkeyPatch.context() as patch:
         for name, nothing in (("seen_windows", []), ("kv_cache_groups", ())):
             patch.setattr(building, name, lambda *_, nothing=nothing: nothing)
-        options = {"skip_tokenizer_init": True, "load_format": "dummy", "num_threads": 1, "dtype": request.param}
+        options = {"skip_tokenizer_init": True, "load_format": "dummy", "num_threads": 1, "dtype": dtype}
         llm = LLM(folder, device="cpu", **(options | sinks_of(folder)))  # type: ignore[arg-type]
     assert not llm.engine.core.scheduler.blocks.groups
-    return request.param, tokens_of(llm)
+    return tokens_of(llm)
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -110,16 +118,14 @@ def tokens_of(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     ids=str,
 )
 def test_nothing_changes_what_is_said(
-    folder: str, whole: tuple[str, list[list[int]]], settings: dict[str, Any]
+    folder: str, dtype: str, expected: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    dtype, expected = whole
     assert tokens_of(build(folder, dtype=dtype, **settings)) == expected
 
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_preempted(folder: str, family: str, whole: tuple[str, list[list[int]]], swap: bool, caching: bool) -> None:
-    dtype, expected = whole
+def test_preempted(folder: str, family: str, dtype: str, expected: list[list[int]], swap: bool, caching: bool) -> None:
     least = {"gpt-oss": 20, "gemma": 52, "mistral": 12, "sinks": 15, "gemma4": 34, "gemma4-moe": 47}[family]
     block = ELEMENTS[family] * 16 * (4 if dtype == "float32" else 2)
     memory = (least + 8) * block
@@ -133,8 +139,7 @@ def test_preempted(folder: str, family: str, whole: tuple[str, list[list[int]]],
     assert scheduler.host is None or scheduler.host.counts["in"] > 0
 
 
-def test_prefixes_are_found(folder: str, whole: tuple[str, list[list[int]]]) -> None:
-    dtype, expected = whole
+def test_prefixes_are_found(folder: str, dtype: str, expected: list[list[int]]) -> None:
     llm = build(folder, dtype=dtype)
     assert tokens_of(llm) == expected
     talks = [prompt + said for prompt, said in zip(PROMPTS, expected, strict=True)]
@@ -148,8 +153,7 @@ def test_prefixes_are_found(folder: str, whole: tuple[str, list[list[int]]]) -> 
     assert [o.outputs[0].token_ids for o in further] == [o.outputs[0].token_ids for o in anew]
 
 
-def test_all_choices_of_a_greedy_request_are_the_same(folder: str, whole: tuple[str, list[list[int]]]) -> None:
-    dtype, expected = whole
+def test_all_choices_of_a_greedy_request_are_the_same(folder: str, dtype: str, expected: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, n=3)
     for caching in (False, True):
         llm = build(folder, dtype=dtype, enable_prefix_caching=caching)

@@ -17,6 +17,8 @@ from headway.kernels.cuda.kernels import CudaKernels
 
 # Without a GPU, tests/conftest.py has set TRITON_INTERPRET before anything could import Triton.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Of what takes the interpreter long: other dtypes than this one only convert what they load and store.
+SLOWER = [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_add_and_soft_cap(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_add_and_soft_cap(kernels, DEVICE, dtype, 3, 40)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)])
 def test_experts(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_route(kernels, DEVICE, dtype)
     operations.check_mixture(kernels, DEVICE, dtype, 9)
@@ -85,7 +87,7 @@ def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_heads(kernels, DEVICE, dtype, 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOWER)
 @pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 32), (20, 36, 8)])
 def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
     for steps in (([1, 5, 9], [1, 7, 33]), ([1, 1], [700, 90])):  # a program has one token, however many there are
@@ -124,7 +126,7 @@ def test_attention_with_sinks(kernels: CudaKernels, window: int | None) -> None:
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, window, has_sinks=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOWER)
 @pytest.mark.parametrize(("window", "first_keys"), [(37, 16), (300, 16), (5, 80)])
 def test_attention_with_queries_of_their_own_for_the_first_keys(
     kernels: CudaKernels, dtype: torch.dtype, window: int, first_keys: int

@@ -48,7 +48,10 @@ ROUNDING = 1e-3
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    """Of files and of packed weights; that of the kernels is the user's, or these tests would compile their own."""
+    cache = tmp_path_factory.mktemp("cache")
+    for module in ("models.gguf.config", "engine.weight_cache"):
+        monkeypatch.setattr(f"headway.{module}.cache_folder", lambda: cache)
 
 
 def mixed(name: str) -> str:

@@ -29,7 +29,7 @@ def stored(no_calibrated_machines: Path) -> None:
 
 
 def test_what_no_flag_says_is_the_engine_s_default() -> None:
-    plan = make_plan(PlanRequest(MODEL, "mine", batch_size=2))
+    plan = make_plan(PlanRequest(MODEL, "mine", batch_size=2), brief=True)
     assert plan.limits.sequences == DEFAULTS.max_num_seqs
     assert plan.limits.batched_tokens == default_batched_tokens("cpu", DEFAULTS.max_num_seqs)
     assert plan.limits.prefill_stall_s == DEFAULTS.max_prefill_stall_ms / 1e3
@@ -48,7 +48,8 @@ def test_flags_go_before_the_engine_s_defaults() -> None:
 
 
 def test_a_cpu_takes_half_of_what_is_free_or_the_share_of_all_that_is_asked_for() -> None:
-    plain, *asked = (make_plan(PlanRequest(MODEL, "mine", gpu_memory_utilization=share)) for share in (None, 0.3, 0.6))
+    requests = [PlanRequest(MODEL, "mine", gpu_memory_utilization=share) for share in (None, 0.3, 0.6)]
+    plain, *asked = (make_plan(request, brief=True) for request in requests)
     memory = plain.deployment.hardware.memory_bytes
     assert [plan.capacity.usable for plan in asked] == [int(memory * 0.3), int(memory * 0.6)]
     assert plain.capacity.kv_pool == int((memory - plain.capacity.weights - plain.capacity.workspace) * 0.5)
@@ -56,7 +57,8 @@ def test_a_cpu_takes_half_of_what_is_free_or_the_share_of_all_that_is_asked_for(
 
 def test_the_sampler_s_memory_counts() -> None:
     """As the engine plans it; of other engines it is part of the workspace."""
-    here, elsewhere = (make_plan(PlanRequest(MODEL, hardware, max_num_seqs=64)) for hardware in ("mine", "H100-SXM"))
+    requests = [PlanRequest(MODEL, hardware, max_num_seqs=64) for hardware in ("mine", "H100-SXM")]
+    here, elsewhere = (make_plan(request, brief=True) for request in requests)
     for plan, sampler in ((here, sampling_bytes(64, 128256, 131072)), (elsewhere, 0)):
         d, settings = plan.deployment, plan.settings
         step = activation_bytes(d.device, settings.max_num_batched_tokens, 64, d.precision, d.flash)
@@ -75,14 +77,14 @@ def test_a_step_larger_than_half_of_what_is_free_leaves_less_for_the_cache() -> 
 
 def test_a_window_s_layers_keep_their_windows() -> None:
     """4,096 tokens lie in 257 blocks of 16, as the next one is not at the border of a block."""
-    plan = make_plan(PlanRequest("mistral-7b-v0.1", "mine", prompt_tokens=8000, output_tokens=100))
+    plan = make_plan(PlanRequest("mistral-7b-v0.1", "mine", prompt_tokens=8000, output_tokens=100), brief=True)
     assert plan.kv_cache_bytes == plan.kv_bytes_per_token * 257 * 16
 
 
 def test_attention_sinks_bound_the_cache() -> None:
     """Sinks take a block, and the 4,080 tokens behind them 256, as they rarely begin where a block does."""
     given = {"attention_sinks": 4, "attention_window": 4096, "max_model_len": 100_000, "prompt_tokens": 60_000}
-    plan = make_plan(PlanRequest("llama-3.1-8b", "mine", output_tokens=100, **given))
+    plan = make_plan(PlanRequest("llama-3.1-8b", "mine", output_tokens=100, **given), brief=True)
     assert plan.kv_cache_bytes == plan.kv_bytes_per_token * (1 + 255 + 1) * 16
     with pytest.raises(PlanError, match="no sequence has more than 131072 tokens, and attention sees 131072"):
         make_plan(PlanRequest("llama-3.1-8b", "mine", attention_sinks=4))
@@ -94,7 +96,7 @@ def test_bars_are_residuals_of_what_a_step_consists_of() -> None:
     """Where one kind alone scatters, a bar is as wide as that kind's share of the step."""
     kinds = {str(kind): (1.0, 1.0) for kind in Kind} | {str(Kind.LINEAR): (0.5, 2.0)}
     save(replace(a_machine(), residuals=kinds))
-    plan = make_plan(PlanRequest(MODEL, "mine"))
+    plan = make_plan(PlanRequest(MODEL, "mine"), brief=True)
     linear = {"qkv", "output", "gate_up", "down", "head"}
     parts = plan.decode.time.parts
     share = sum(part.seconds - part.overhead_s for part in parts if part.name in linear) / plan.decode.time.seconds
@@ -103,16 +105,17 @@ def test_bars_are_residuals_of_what_a_step_consists_of() -> None:
 
 
 def test_bars_that_agree_are_the_bar() -> None:
-    plan = make_plan(PlanRequest(MODEL, "mine"))
+    plan = make_plan(PlanRequest(MODEL, "mine"), brief=True)
     assert plan.bars.tpot == pytest.approx((0.9, 1.2))
     assert plan.bars.ttft[0] < 0.9 and plan.bars.ttft[1] > 1.2  # what was not measured here has the wider bar
 
 
 def test_what_this_engine_has_not_is_said(headway: CommandLine) -> None:
-    ran = headway("plan", MODEL, "--hardware", "mine", "--quantization", "fp8", "--kv-cache-dtype", "fp8", "--json")
+    asked = ("plan", MODEL, "--hardware", "mine", "--max-num-seqs", 4, "--json")
+    ran = headway(*asked, "--quantization", "fp8", "--kv-cache-dtype", "fp8")
     said = json.loads(ran.out)["warnings"]
     assert len(said) == 2 and "no fp8 weights" in said[0] and "no cache in fp8" in said[1]
-    ran = headway("plan", MODEL, "--hardware", "mine", "--quantization", "int4", "--kv-cache-dtype", "int8", "--json")
+    ran = headway(*asked, "--quantization", "int4", "--kv-cache-dtype", "int8")
     assert json.loads(ran.out)["warnings"] == []
 
 
@@ -130,7 +133,8 @@ def test_levers_are_what_serve_can_do() -> None:
 
 
 def test_another_engine_s_scheduling_can_be_asked_for_here() -> None:
-    ours, theirs = (make_plan(PlanRequest(MODEL, "mine", engine=engine)) for engine in ("auto", "sglang"))
+    requests = [PlanRequest(MODEL, "mine", engine=engine) for engine in ("auto", "sglang")]
+    ours, theirs = (make_plan(request, brief=True) for request in requests)
     assert (ours.engine.key, theirs.engine.key) == ("headway", "sglang")
     assert theirs.limits.sharing.prefill_first and theirs.deployment == ours.deployment
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from headway.planner.changes import draft_model
 from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, find_levers
 from headway.planner.make import make_plan
 from headway.planner.numbers import gain_of, numbers_of
-from headway.planner.plan import Plan
 from headway.planner.request import PlanError, PlanRequest, Speculation
 from tests.planner.command_line import CommandLine
 
@@ -25,19 +23,6 @@ FLAGS = "--prompt-tokens 128 --output-tokens 16 --max-num-seqs 16"
 
 def request(model: str = "llama-3.1-8b", hardware: str = "H100-SXM", **settings: Any) -> PlanRequest:
     return PlanRequest(model, hardware, **{**LIGHT, **settings})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_plan_once() -> Iterator[None]:
-    """A plan is a function of its request, and a search makes a hundred of them that other searches make too."""
-    known: dict[str, Plan] = {}
-
-    def made(request: PlanRequest, brief: bool) -> Plan:
-        return known.get(repr(request)) or known.setdefault(repr(request), make_plan(request, brief))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("headway.planner.levers.make_plan", made)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,16 @@ from headway.planner.plan import Plan
 from headway.planner.request import PlanRequest
 from headway.report import style
 from headway.report.page import ReportError, render
+from tests.bench.command_line import skip_layout
 from tests.planner.command_line import CommandLine
 
 LIGHT: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 16, "max_num_seqs": 16}
 PICTURES = {"memory-by-context.png", "roofline.png", "throughput-latency.png", "time-by-operation.png"}
+
+
+@pytest.fixture(autouse=True)
+def _without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_layout(monkeypatch)
 
 
 def planned(model: str = "llama-3.1-8b", **settings: Any) -> Plan:

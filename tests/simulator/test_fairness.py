@@ -103,7 +103,7 @@ def test_nobody_is_further_ahead_than_the_bound(
     sched = scheduler(policy, weights, seats, blocks=seats * 512)
     watched = Watched(sched)
     alike = {"service_class": service}
-    both = traffic("a", rates[0], 4, 0, seed, **alike) + traffic("b", rates[1], 4, 10_000, seed, **alike)
+    both = traffic("a", rates[0], 2, 0, seed, **alike) + traffic("b", rates[1], 2, 10_000, seed, **alike)
     simulate(sched, sorted(both, key=lambda each: each.at_ns), watched)
     assert isinstance(sched.waiting, FairSequences)
     assert sched.waiting.bound <= 8192 + seats * (7000 + 120), "credit, and whole requests on all seats"

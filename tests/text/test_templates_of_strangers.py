@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +65,14 @@ def test_what_may_take_long_is_not_plain(source: str) -> None:
 
 
 def test_a_constant_is_not_computed_while_a_template_is_compiled() -> None:
-    template = ChatTemplate("{{ 'a' * 4000000000 }}", {})
-    with pytest.raises(NotPlain):
-        template.render(TURNS, plainly=True)
+    tracemalloc.start()
+    try:
+        template = ChatTemplate("{{ 'a' * 40000000 }}", {})
+        with pytest.raises(NotPlain):
+            template.render(TURNS, plainly=True)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_template_that_is_nested_too_deeply_is_one_line() -> None:

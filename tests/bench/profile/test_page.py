@@ -13,8 +13,14 @@ from headway.bench.profile.result import opportunities, profile_length
 from headway.calibration.peaks import Rate
 from headway.load.record import FailureKind
 from headway.report.page import write_page
+from tests.bench.command_line import skip_layout
 from tests.bench.profile.made import PEAKS, QWEN, answered, result
 from tests.bench.records import failed
+
+
+@pytest.fixture(autouse=True)
+def _without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_layout(monkeypatch)
 
 
 def texts(table) -> list[list[str]]:

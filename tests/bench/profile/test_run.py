@@ -19,12 +19,14 @@ from headway.bench.profile.options import ProfileOptions
 from headway.bench.profile.run import run_profile, serve_arguments
 from headway.calibration.peaks import MachinePeaks
 from headway.load.errors import BenchError
+from tests.bench.command_line import skip_layout
 from tests.bench.profile.made import PEAKS, QWEN
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> ProfileOptions:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileOptions:
     """Two short lengths of the bundled model, and a machine that is known already."""
+    skip_layout(monkeypatch)
     (tmp_path / "machine.json").write_bytes(PEAKS.to_json())
     return ProfileOptions(
         prompt_lens=(5, 40),

@@ -13,11 +13,17 @@ from headway.load.measures.numbers import Attainment
 from headway.load.measures.steady import OVERLOAD
 from headway.load.measures.summary import summarise_all
 from headway.load.record import Failure, FailureKind, RunResult
+from tests.bench.command_line import skip_layout
 from tests.bench.report.runs import failed_only
 from tests.bench.report.simulated import simulated_run
 from tests.bench.report.test_console import printed
 
 OBJECTIVES = {"ttft": 200.0, "tpot": 30.0}
+
+
+@pytest.fixture(autouse=True)
+def _without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_layout(monkeypatch)
 
 
 def lines_of(run: RunResult) -> dict[str, str]:

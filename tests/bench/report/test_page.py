@@ -22,11 +22,17 @@ from headway.load.measures.trials import ProbeOutcome, Trial, Verdict
 from headway.report import style
 from headway.report.page import ReportError, render, write_page
 from headway.report.parts import Banner, Page, Picture, Section, Table, cells
+from tests.bench.command_line import skip_layout
 from tests.bench.report.runs import NASTY, OBJECTIVES, empty, failed_only, nasty, sweep, usual
 from tests.bench.report.simulated import simulated_run
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(autouse=True)
+def _without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_layout(monkeypatch)
 
 
 class Checker(HTMLParser):

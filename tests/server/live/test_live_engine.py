@@ -360,19 +360,19 @@ def test_engine_that_cannot_start_ends_the_server(folder: Path) -> None:
 
 
 def test_who_waits_too_long_is_ended_and_a_terminated_server_finishes_its_stream_and_its_engine(folder: Path) -> None:
-    limits = ["--max-num-seqs", "1", "--max-queue-time", "0.6", "--max-num-queued-reqs", "31"]
+    limits = ["--max-num-seqs", "1", "--max-queue-time", "0.3", "--max-num-queued-reqs", "13"]
     server = Live(folder, *limits, "--scheduling-policy", "fcfs")
     try:
         eventually(server.is_ready, 90)
         with ThreadPoolExecutor(1) as reader:
-            long = server.stream(prompt="x", max_tokens=500, n=30, **GREEDY)  # one after the other
+            long = server.stream(prompt="x", max_tokens=500, n=12, **GREEDY)  # one after the other
             next(long)
             rest = reader.submit(list, long)
             refused = server.http.post("/v1/completions", json={"prompt": "y"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_timeout")
-            assert "longer than 0.6 s" in refused.text
+            assert "longer than 0.3 s" in refused.text
             ends = [each for each in rest.result() if each["choices"][0]["finish_reason"]]
-            assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 30, "who has begun goes on"
+            assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 12, "who has begun goes on"
         eventually(server.is_idle)
         engine = server.engine_process()
         stream = server.stream(prompt="x", max_tokens=300, **GREEDY)

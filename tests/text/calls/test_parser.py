@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.text.calls.events import Arguments, CallBegin, CallEnd, Event, Text
@@ -226,6 +226,10 @@ _PARTS = [*_JSON_PARTS, "(", ")", "=", "'", "\n", " ", "```", "name", "to=functi
 FAMILIES = {name: family_of("", name, name if name in REASONING else "think") for name in CALLS}
 
 
+# All families share what takes a text apart, so that each example is one for all of them.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
+
+
 @st.composite
 def answers(draw: st.DrawFn, family: Family) -> str:
     tags = [*family.tags, *(family.syntax.begins if family.syntax else ())] or ["<think>"]
@@ -236,6 +240,7 @@ def answers(draw: st.DrawFn, family: Family) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@FEWER
 @given(data=st.data(), has_tools=st.booleans(), is_reasoning=st.booleans())
 def test_any_text_in_any_pieces_gives_the_same(
     name: str, data: st.DataObject, has_tools: bool, is_reasoning: bool
