@@ -95,7 +95,10 @@ def test_what_is_no_chance_is_refused(text: str) -> None:
     [
         ({"acceptance": (0.5,)}, "--acceptance works only with --speculative-config"),
         ({"speculative_config": NGRAM}, "--speculative-config needs --acceptance"),
-        ({"speculative_config": SpeculativeConfig.of({"model": "no-such"}), "acceptance": (0.5,)}, "draft model 'no-such' is not known"),
+        (
+            {"speculative_config": SpeculativeConfig.of({"model": "no-such"}), "acceptance": (0.5,)},
+            "draft model 'no-such' is not known",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:
