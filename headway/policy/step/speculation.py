@@ -40,6 +40,9 @@ _PLAIN_EVERY, _PLAIN_STEPS, _SETTLING = 192, 6, 2
 _UNKNOWN_EVERY, _FIRST_AFTER = 48, 16  # the same where that is not known of so many sequences, or of any
 _LOOKED_AT, _SELDOM = 8, 32
 _MEMORY_ALONE = 32
+# How much a step without drafts may differ from one that was left alone, as a share, so that it counts no further: more
+# comes from others who use the machine. Behind one with drafts, it may differ more.
+_EXCESS, _BEHIND_DRAFTS = 0.06, 0.5
 
 
 class Proposal(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +132,9 @@ class Speculation:
         if plain is None:
             return
         if rested or behind_drafts:
-            counted = min(float(took_ns), 2.0 * plain)
+            counted = _near(float(took_ns), plain, _BEHIND_DRAFTS if behind_drafts else _EXCESS)
+        elif counted and not drafted:
+            counted = _near(counted, plain, _EXCESS)
         elif not counted:
             self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
@@ -253,6 +258,11 @@ class Speculation:
         """What a row adds to a step: a prompt's token, or at first a quarter of what a token takes by itself."""
         learnt = self._step_time.prefill_ns(1, 0) if self._step_time.is_trained else 0.0
         return learnt or token_ns / 4
+
+
+def _near(took_ns: float, plain_ns: float, share: float) -> float:
+    """A time within so much of another."""
+    return min(max(took_ns, (1.0 - share) * plain_ns), (1.0 + share) * plain_ns)
 
 
 def _chance(gain: tuple[float, int]) -> float:

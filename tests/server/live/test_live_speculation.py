@@ -91,7 +91,7 @@ def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[dict[str, Any]]) 
     assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
     assert timings["phases_ns"]["draft"] > 0
     by_kind = re.findall(
-        r'^headway:spec_decode_num_draft_tokens_by_kind_total{.*kind="(\w+)"} (\S+)$',
+        r'^headway:spec_decode_num_draft_tokens_by_kind_total{[^}]*kind="(\w+)"[^}]*} (\S+)$',
         server.http.get("/metrics").text,
         re.MULTILINE,
     )
