@@ -186,7 +186,6 @@ class Speculator:
             changed: what Scheduler.complete() returned.
         """
         policy, began = self._policy, self._clock()
-        self._kinds = {}
         self._is_due = not policy.rests()
         if plan.work.decode_tokens == plan.num_tokens:
             new_tokens = sum([len(new) for _, new in changed])
@@ -200,6 +199,7 @@ class Speculator:
     def propose(self) -> None:
         """Propose drafts for the next step, where they pay. The time is accounted to all sequences that run."""
         policy, scheduler = self._policy, self._scheduler
+        self._kinds = {}
         if not self._is_due:
             return
         self._is_due = False

@@ -33,6 +33,7 @@ CAUSES = {
     Phase.PREFILL_STALL: "its prompt shared its steps with others",
     Phase.PREFILL_COMPUTE: "a long prompt, little of it cached",
     Phase.DECODE_COMPUTE: "a long answer, or slow steps",
+    Phase.DRAFT: "drafts were made",
     Phase.VERIFY: "drafts were verified",
     Phase.DECODE_STALL_PREFILL: "prompts of others",
     Phase.DECODE_STALL_LOGPROBS: "log-probabilities of others' prompts",

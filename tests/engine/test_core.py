@@ -9,6 +9,7 @@ import msgspec
 
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
+from headway.engine.explaining import explanation
 from headway.engine.messages import AddRequest, EngineOutputs, Explain, SequenceTimings
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
@@ -127,7 +128,7 @@ def test_who_looks_sees_each_ledger_as_it_stands_and_changes_nothing() -> None:
         while core.has_work:
             told += [output.timings for output in core.step().outputs if output.timings]
             if told is looked:
-                explained = core.explain(Explain(4, 0, 8))
+                explained = explanation(core.scheduler, Explain(4, 0, 8), clock())
                 assert len(explained.steps) == 4 and explained.steps[-1].took_ns >= 10 * MS
                 for each in explained.sequences:
                     assert sum(each.phases_ns.values()) == clock.now - sent
@@ -138,21 +139,21 @@ def test_who_looks_sees_each_ledger_as_it_stands_and_changes_nothing() -> None:
 
 def test_who_looks_is_told_what_is_new_and_how_much_time_is_left() -> None:
     core, clock = engine()
-    before = core.explain(Explain(100)).steps[-1].planned_ns
+    before = explanation(core.scheduler, Explain(100), clock()).steps[-1].planned_ns
     for number in range(12):
         ask(core, clock, str(100 + number), 3, 9)
     core.step()
     core.step()
-    explained = core.explain(Explain(100, before, 100))
+    explained = explanation(core.scheduler, Explain(100, before, 100), clock())
     assert len(explained.steps) == 2 and explained.steps[-1].decoding == 8
     running, waiting = explained.sequences[:8], explained.sequences[8:]
     assert [each.phase for each in running] == ["decode_compute"] * 8
     assert all(each.slack_ns is not None and 0 < each.slack_ns <= 50 * MS for each in running)
     assert [each.phase for each in waiting] == ["queue_capacity"] * 4
     assert all(each.slack_ns == 90 * MS - (clock.now - each.arrival_ns) for each in waiting)
-    assert len(core.explain(Explain(1, 0, 3)).sequences) == 3
-    assert core.explain(Explain(1, clock.now)).steps == []
-    (silent,) = core.explain(Explain(1, with_words=False)).steps
+    assert len(explanation(core.scheduler, Explain(1, 0, 3), clock()).sequences) == 3
+    assert explanation(core.scheduler, Explain(1, clock.now), clock()).steps == []
+    (silent,) = explanation(core.scheduler, Explain(1, with_words=False), clock()).steps
     assert silent.words == "" and silent.decoding == 8
 
 
@@ -166,7 +167,7 @@ def test_looking_costs_the_engine_less_than_a_hundredth_of_a_core() -> None:
     encoder, took = msgspec.msgpack.Encoder(), []
     for _ in range(20):
         began = time.process_time()
-        encoded = encoder.encode(core.explain(Explain(64, 0, 64, with_words=False)))
+        encoded = encoder.encode(explanation(core.scheduler, Explain(64, 0, 64, with_words=False), clock()))
         took.append(time.process_time() - began)
     assert len(encoded) > 64 * 50
     assert min(took) < 0.005, f"{1e3 * min(took):.1f} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.engine.explaining import explanation
 from headway.engine.messages import Explain, ExplainedStep, Explanation, LiveSequence, StepPart
 from headway.server.profile import profile
 from tests.engine.test_core import MS, ask, engine
@@ -12,12 +13,12 @@ from tests.server.live_server import LiveServer
 def test_steps_and_their_parts_are_on_one_axis() -> None:
 
     core, clock = engine()
-    before = core.explain(Explain(1)).steps[-1].planned_ns
+    before = core.scheduler.decisions[-1].planned_ns
     ask(core, clock, "100", 8, 4)
     ask(core, clock, "101", 20, 9, "offline")
     for _ in range(6):
         core.step()
-    told = core.explain(Explain(100, before, 100, True))
+    told = explanation(core.scheduler, Explain(100, before, 100, True), clock())
     events = profile(told)["traceEvents"]
     spans = [each for each in events if each["ph"] == "X"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["pid"] == 2 and e["tid"]}

@@ -23,6 +23,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import MODEL, eventually
 
 MS = 1_000_000
+OF_A_GATEWAY = {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -119,7 +120,7 @@ def test_the_cause_is_the_largest_phase_that_counts(phases: dict[str, int], was_
 
 
 def test_causes_are_known_for_every_phase_that_can_be_long() -> None:
-    assert set(Phase) - CAUSES.keys() == {Phase.KV_TRANSFER, Phase.DETOKENIZE, Phase.SEND}
+    assert set(Phase) - CAUSES.keys() == {Phase.KV_TRANSFER, Phase.DETOKENIZE, Phase.SEND, *OF_A_GATEWAY}
 
 
 def test_a_log_that_cannot_be_written_is_an_error_at_the_start_and_a_warning_later(
