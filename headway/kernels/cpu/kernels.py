@@ -20,10 +20,11 @@ from headway.kernels.cpu import sampling as cpu_sampling
 from headway.kernels.cpu.arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
-from headway.kernels.cpu.choice import choice_for
+from headway.kernels.cpu.choice import Way, choice_for
 from headway.kernels.cpu.chunks import ARRANGED, LATENT, PLAIN
 from headway.kernels.cpu.experts import HeadPlan, PackedHeads
 from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.matrix import STEP_WORDS, configurations
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
@@ -264,16 +265,18 @@ class CpuKernels:
         plan.reserve(heads, width)
         address, *partials = plan.places
         out = self._team.empty((tokens, heads, value_width), query.dtype)
+        way = Way(CACHE_KINDS[cache.keys.dtype])
+        if way.kind is BFLOAT16:
+            way = self._choice.way(BFLOAT16, "attention")
+        on_tiles = way.least_on_tiles > 0
         arguments = (
             address, heads, kv_heads, query.stride(0), step.block_tables.stride(0), sliding_window or 0,
             *_layout(cache), value_width, query.data_ptr(), step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first), scale, softcap or 0.0,
+            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first),
+            *(_tiles_of(width) if on_tiles else (0, 0)), scale, softcap or 0.0,
         )  # fmt: skip
-        kind = CACHE_KINDS[cache.keys.dtype]
-        if kind is BFLOAT16:
-            kind = self._choice.way(kind, "attention").kind
-        code = cpu_attention.attend_job(KINDS[query.dtype], kind)
+        code = cpu_attention.attend_job(KINDS[query.dtype], way.kind, on_tiles)
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
@@ -387,6 +390,14 @@ def _layout(cache: LayerCache) -> tuple[int, int, int, int, int]:
 def _layout_of(dtype: torch.dtype, block_size: int, width: int, is_latent: bool) -> tuple[int, int, int, int, int]:
     arranged = LATENT if is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
     return arranged, arithmetic_of(CACHE_KINDS[dtype]).inputs, width, block_size, dtype.itemsize
+
+
+@functools.cache
+def _tiles_of(width: int) -> tuple[int, int]:
+    """How matrix tiles are laid out for keys of so many bfloat16 and for values, and the words of a step of keys."""
+    words = -(-width // 2)
+    step_words = next(each for each in range(STEP_WORDS, 0, -1) if words % each == 0)
+    return configurations(0, step_words, STEP_WORDS), step_words
 
 
 def _scale_addresses(cache: LayerCache) -> tuple[int, int]:
