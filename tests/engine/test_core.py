@@ -11,6 +11,7 @@ from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
 from headway.engine.explaining import explanation
 from headway.engine.messages import AddRequest, EngineOutputs, Explain, SequenceTimings
+from headway.engine.roofline import StepRoofline
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.objectives.slo import SloPolicy
@@ -58,12 +59,12 @@ def ask(core: EngineCore, clock: Clock, name: str, prompt: int, max_tokens: int,
     core.add(AddRequest(name, ids, params, [], arrival_ns=clock.now, sent_ns=clock.now, service_class=service_class))
 
 
-def engine(most: int = 8, blocks: int = 256) -> tuple[EngineCore, Clock]:
+def engine(most: int = 8, blocks: int = 256, roofline: StepRoofline | None = None) -> tuple[EngineCore, Clock]:
     """One that has learnt how long its steps take, and runs so many sequences at once."""
     clock = Clock()
     config = SchedulerConfig(most, 8 * most, 256, policy="slo", classes=CLASSES)
     scheduler = Scheduler(config, KVBlocks(blocks, 4, False))
-    core = EngineCore(scheduler, clock, clock)
+    core = EngineCore(scheduler, clock, clock, roofline=roofline)
     for number in range(20):
         ask(core, clock, str(number), 1 + number % 7, 3, "offline")
         while core.has_work:

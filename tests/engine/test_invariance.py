@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headway import LLM, SamplingParams
-from headway.engine import runner
+from headway.engine import logprobs
 from headway.engine.logprobs import prompt_logprobs
 from headway.engine.messages import AddRequest, PromptLogprobs
 from headway.kernels.cpu import choice as cpu_choice
@@ -262,7 +262,7 @@ def test_prompt_logprobs_are_computed_in_their_own_request_s_time(
         time.sleep(0.02)
         return prompt_logprobs(logits, *args)
 
-    monkeypatch.setattr(runner, "prompt_logprobs", slowly)
+    monkeypatch.setattr(logprobs, "prompt_logprobs", slowly)
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0)
     (output,) = build(model).generate([{"prompt_token_ids": list(range(1, 151))}], params)
     assert rows == [64, 64, 21]

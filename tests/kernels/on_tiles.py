@@ -1,6 +1,6 @@
 """Products on matrix tiles, on any x86: tile_machine carries out their instructions where the processor has none.
 
-    python -m tests.kernels.on_tiles none|int8|int4|int8-weight-only|groups|engine
+    python -m tests.kernels.on_tiles none|attention|int8|int4|int8-weight-only|groups|engine
 
 NUMBA_CPU_FEATURES names them beside the processor's own. It prints how many products came out as the instructions'
 order of sums has them, bit for bit; for an engine, how many answers.
@@ -12,16 +12,24 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from headway.kernels.cpu import choice as cpu_choice
-from headway.kernels.cpu.matrix import has_matrix_tiles
+from headway.kernels.cpu.choice import VARIABLE, ways_of
+from headway.kernels.cpu.compile import callable_of
+from headway.kernels.cpu.matrix import configure, has_matrix_tiles, release
+from headway.kernels.cpu.simd import BFLOAT16
+from headway.kernels.cpu.team import once_per_kind
+from headway.kernels.cpu.tiles import keys_on_tiles, values_on_tiles
 from headway.kernels.weights import Weight
 from tests.kernels import tile_machine
 
@@ -29,16 +37,22 @@ if TYPE_CHECKING:
     from headway.kernels.cpu.kernels import CpuKernels
 
 
-def kernels_with(ways: dict[str, str]) -> CpuKernels:
-    """On tiles, in these ways."""
-    from headway.kernels.cpu.choice import VARIABLE
-    from headway.kernels.cpu.kernels import CpuKernels
-
+@contextmanager
+def prescribed(ways: dict[str, str]) -> Iterator[None]:
+    """Inside, kernels that are made take these ways, and the default for others."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps({"ways": ways}))
         file.flush()
         with patch.dict(os.environ, {VARIABLE: file.name}):
-            return CpuKernels(tiles=True)
+            yield
+
+
+def kernels_with(ways: dict[str, str]) -> CpuKernels:
+    """On tiles, in these ways."""
+    from headway.kernels.cpu.kernels import CpuKernels
+
+    with prescribed(ways):
+        return CpuKernels(tiles=True)
 
 
 def check_integers(scheme: str) -> int:
@@ -184,6 +198,79 @@ def check_floats() -> int:
     return checked
 
 
+@once_per_kind
+def _attention_products(kind: np.uint16) -> Any:
+    """The products of one tile of queries with a group of panels, then of the weights with lines, in four tiles."""
+
+    def multiply(tiles, rows, x, x_stride, panels, step_words, steps, scores, weights, weight_stride, lines, out):  # type: ignore[no-untyped-def]
+        configure(tiles + rows * 64)
+        keys_on_tiles(kind, x, x_stride, panels, panels, step_words, steps, scores, 64 * 4)
+        values_on_tiles(kind, weights, weight_stride, lines, 64 * 4, 2, out, 64 * 4)
+        release()
+
+    return callable_of(multiply)
+
+
+def check_attention_products() -> int:
+    """Scores and sums of values have the bits of the instruction's order of sums, in steps of any size."""
+    from headway.kernels.cpu.kernels import _tiles_of
+    from tests.kernels.steps import random
+    from tests.kernels.tile_sums import sums_of_tiles
+
+    checked = 0
+    for rows, width in ((1, 64), (7, 80), (16, 128), (3, 24)):
+        query, keys = random(1, torch.bfloat16, rows, width), random(2, torch.bfloat16, 64, width)
+        weights, values = random(3, torch.bfloat16, rows, 64), random(4, torch.bfloat16, 64, 64)
+        panels = keys.view(4, 16, width // 2, 2).transpose(1, 2).contiguous()  # [panel, word, token, half]
+        lines = values.view(32, 2, 64).transpose(1, 2).contiguous()  # [word, element, half]
+        table = torch.tensor([panel.data_ptr() for panel in panels])
+        tiles, step_words = _tiles_of(width)
+        scores, out = torch.zeros(rows, 64), random(5, torch.float32, rows, 64)
+        before = out.clone()
+        _attention_products(BFLOAT16)(
+            tiles, rows, query.data_ptr(), 2 * width, table.data_ptr(), step_words, width // 2 // step_words,
+            scores.data_ptr(), weights.data_ptr(), 2 * 64, lines.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        assert np.array_equal(scores.numpy(), sums_of_tiles(query, keys, 2 * step_words)), (rows, width)
+        assert np.array_equal(out.numpy(), sums_of_tiles(weights, values.T, start=before.numpy())), (rows, width)
+        checked += 2
+    return checked
+
+
+def check_attention_on_tiles() -> int:
+    """Attention is right for every layout of the cache, and a token gets the same in any company and any chunks."""
+    from headway.kernels.interface import LayerCache
+    from tests.kernels.operations import cache_of, check_attention, check_attention_over_latents
+    from tests.kernels.steps import random, step_of
+
+    kernels, checked = kernels_with({"attention": "tiles"}), 0
+    before = carried_out()
+    steps = [1, 7, 1, 20], [1, 7, 600, 150]
+    for number, (heads, kv_heads, width, block_size) in enumerate(
+        [(14, 2, 64, 16), (3, 3, 128, 32), (8, 1, 80, 48), (12, 2, 24, 8), (5, 1, 96, 16)]
+    ):
+        for window, sinks, softcap, keys in ((None, False, None, 0), (37, True, 0.7, 0), (100, False, None, 96)):
+            check_attention(
+                kernels, "cpu", torch.bfloat16, *steps, heads, kv_heads, width, block_size, window, number,
+                has_sinks=sinks, softcap=softcap, first_keys=keys,
+            )  # fmt: skip
+            checked += 1
+    for sizes in ((16, 128, 64, 16), (5, 36, 8, 8)):
+        check_attention_over_latents(kernels, "cpu", torch.bfloat16, [1, 20], [300, 70], *sizes, 70, 2 * sizes[3])
+        checked += 1
+    step, blocks = step_of([30, 1], [1100, 77], 16)
+    cache, query = cache_of(blocks, 2, 16, 64, torch.bfloat16, 5), random(6, torch.bfloat16, 31, 4, 64)
+    assert isinstance(cache, LayerCache)
+    whole = kernels.attention(query, cache, step, 0.125, None)
+    for row, first, end, context in ((0, 0, 1, 1071), (0, 9, 27, 1097), (0, 29, 30, 1100), (1, 30, 31, 77)):
+        few, _ = step_of([end - first], [context], 16)
+        few.block_tables = step.block_tables[row : row + 1]
+        assert torch.equal(kernels.attention(query[first:end], cache, few, 0.125, None), whole[first:end]), (row, first)
+        checked += 1
+    assert has_matrix_tiles() or carried_out() > before
+    return checked
+
+
 def answers(tiles: bool, quantization: str) -> list[list[tuple[int, float]]]:
     """The tokens of some prompts with their log-probabilities, together and then each alone, in chunks."""
     from headway import LLM, SamplingParams
@@ -215,12 +302,14 @@ def carried_out() -> int:
 
 def check_engine() -> int:
     """Whole models: with weights of whole numbers what comes out on vectors, bit for bit, with floats nearly so."""
-    same = 0
+    same, of_attention = 0, next(iter(ways_of("attention", False)))
     for quantization in ("none", "int8", "int4"):
         before = carried_out()
         on_vectors = answers(False, quantization)
         assert carried_out() == before
-        on_tiles = answers(True, quantization)
+        # Attention's sums are of floats.
+        with prescribed({} if quantization == "none" else {"attention": of_attention}):
+            on_tiles = answers(True, quantization)
         assert has_matrix_tiles() or carried_out() > before
         for expected, got in zip(on_vectors, on_tiles, strict=True):
             if quantization == "none":
@@ -243,8 +332,11 @@ def main() -> None:
         "int8-weight-only": ("int8-weight-only",),
         "groups": ("int4-weight-only", "int8-weight-only in groups", "float4-weight-only"),
     }.get(scheme, ())
-    if scheme in ("groups", "engine"):
-        checked = check_groups() if scheme == "groups" else check_engine()
+    alone = {"groups": check_groups, "engine": check_engine}
+    if scheme == "attention":
+        checked = check_attention_products() + check_attention_on_tiles()
+    elif scheme in alone:
+        checked = alone[scheme]()
     else:
         checked = (check_floats() if scheme == "none" else check_integers(scheme)) + check_experts(scheme)
     checked += sum(map(check_choice, timed))

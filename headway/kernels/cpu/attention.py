@@ -32,11 +32,13 @@ from headway.kernels.cpu.chunks import (
     copy_scales,
     cut_room,
     find,
+    join_lines,
     room_bytes,
 )
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
-from headway.kernels.cpu.ir import LANES
-from headway.kernels.cpu.rows import REORDER, exp_of_negative, soft_cap
+from headway.kernels.cpu.ir import LANES, VECTOR_BYTES
+from headway.kernels.cpu.matrix import STEP_WORDS, TILE_ROWS, configure, release
+from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import (
     FLOAT32,
     larger,
@@ -50,69 +52,13 @@ from headway.kernels.cpu.simd import (
     take_ticket,
     write_rounded,
 )
+from headway.kernels.cpu.softmax import MASKED, cap_scores, largest_score, round_weights, scale_scores, weigh
 from headway.kernels.cpu.team import arg, job, once_per_kind, real_arg, tickets
-from headway.kernels.cpu.tiles import PANELS_AT_ONCE, multiply_keys, multiply_values
+from headway.kernels.cpu.tiles import PANELS_AT_ONCE, keys_on_tiles, multiply_keys, multiply_values, values_on_tiles
 
-_MASKED = np.float32(-1e30)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _LARGEST = np.float32(32767)
 _WIDE = np.int16(0)
-
-
-@compiled(fastmath=REORDER)
-def _softmax_row(scores, low, high, scale, maximum):
-    """Turn scores low .. high - 1 into exp(score * scale - maximum); (new maximum, sum)."""
-    best = _MASKED
-    for j in range(low, high):
-        best = larger(best, load(scores, j, FLOAT32))
-    best = larger(maximum, best * scale)
-    total = _ZERO
-    for j in range(low, high):
-        weight = exp_of_negative(load(scores, j, FLOAT32) * scale - best)
-        total += weight
-        store(scores, j, weight, FLOAT32)
-    return best, total
-
-
-@compiled(fastmath=REORDER)
-def _scale_row(scores, count, factor, scales):
-    """int32 scores of quantised queries and keys to float32, in place."""
-    for j in range(count):
-        value = np.float32(read_int32(scores, j)) * factor
-        store(scores, j, value * load(scales, j, FLOAT32), FLOAT32)
-
-
-@compiled(fastmath=REORDER)
-def _cap_row(scores, count, scale, cap):
-    """Scores times the scale with a soft cap, in place."""
-    for j in range(count):
-        store(scores, j, soft_cap(load(scores, j, FLOAT32) * scale, cap), FLOAT32)
-
-
-@compiled(fastmath=REORDER)
-def _round_weights(weights, scales, low, high, padded, target):
-    """Weights times the scales of their values, as int16; returns the scale of the result."""
-    best = _ZERO
-    for j in range(low, high):
-        best = larger(best, load(weights, j, FLOAT32) * load(scales, j, FLOAT32))
-    factor = _LARGEST / best if best > _ZERO else _ZERO
-    for j in range(low):
-        write_rounded(target, j, _ZERO, _WIDE)
-    for j in range(low, high):
-        write_rounded(target, j, nearest(load(weights, j, FLOAT32) * load(scales, j, FLOAT32) * factor), _WIDE)
-    for j in range(high, padded):
-        write_rounded(target, j, _ZERO, _WIDE)
-    return best / _LARGEST
-
-
-@compiled()
-def _copy_weights(weights, low, high, padded, target, kind):
-    for j in range(low):
-        store(target, j, _ZERO, kind)
-    for j in range(low, high):
-        store(target, j, load(weights, j, FLOAT32), kind)
-    for j in range(high, padded):
-        store(target, j, _ZERO, kind)
 
 
 @compiled()
@@ -155,6 +101,32 @@ def _products_of_values(
             multiply_values(
                 cache_kind, (index + 1) * rows // passes - row, weights + row * weight_bytes, weight_bytes, lines,
                 following, element * lane_bytes, (width - element + LANES - 1) // LANES - 1, count,
+                out + (row * out_stride + element) * 4, out_stride * 4,
+            )  # fmt: skip
+
+
+@compiled()
+def _keys_on_tiles(
+    cache_kind, rows, of_tile, queries, query_bytes, panels, following, count, words, step_words, scores
+):
+    for group in range((count + AT_ONCE - 1) // AT_ONCE):
+        table = group * PANELS_AT_ONCE * 8
+        for row in range(0, rows, of_tile):
+            keys_on_tiles(
+                cache_kind, queries + row * query_bytes, query_bytes, panels + table,
+                following + table if row == 0 else 0, step_words, words // step_words,
+                scores + (row * CHUNK + group * AT_ONCE) * 4, CHUNK * 4,
+            )  # fmt: skip
+
+
+@compiled()
+def _values_on_tiles(
+    cache_kind, rows, of_tile, weights, weight_bytes, lines, line_bytes, steps, width, out, out_stride
+):
+    for element in range(0, width, AT_ONCE):
+        for row in range(0, rows, of_tile):
+            values_on_tiles(
+                cache_kind, weights + row * weight_bytes, weight_bytes, lines + element * 4, line_bytes, steps,
                 out + (row * out_stride + element) * 4, out_stride * 4,
             )  # fmt: skip
 
@@ -205,7 +177,7 @@ def _close_part(rows, width, out_width, is_first, room):
             )  # fmt: skip
         store(room.whole_maxima, row, maximum, FLOAT32)
         store(room.whole_sums, row, total, FLOAT32)
-        store(room.maxima, row, _MASKED, FLOAT32)
+        store(room.maxima, row, MASKED, FLOAT32)
         store(room.sums, row, _ZERO, FLOAT32)
         for d in range(out_width):
             store(part, d, _ZERO, FLOAT32)
@@ -237,7 +209,7 @@ def _begin(geometry, out_width, item, head, sinks, room):
     group = geometry[0] // geometry[1]
     for row in range(item[2] * group):
         has_sink = sinks != 0 and item[4] == 0
-        sink = load(sinks, head * group + row % group, FLOAT32) if has_sink else _MASKED
+        sink = load(sinks, head * group + row % group, FLOAT32) if has_sink else MASKED
         store(room.maxima, row, sink, FLOAT32)
         store(room.sums, row, _ONE if has_sink else _ZERO, FLOAT32)
         for d in range(out_width):
@@ -259,23 +231,27 @@ def _softmax(
         scores, weights = room.scores + row * CHUNK * 4, room.weights + row * room.weight_bytes
         if high <= low:
             low = high = 0
+            for j in range(padded):
+                store(weights, j, _ZERO, x_kind)
         else:
             if integer:
-                _scale_row(scores, count, load(factors, row, FLOAT32), scales)
-            before = load(room.maxima, row, FLOAT32)
+                scale_scores(scores, count, load(factors, row, FLOAT32), scales)
             if cap > _ZERO:
-                _cap_row(scores, count, scale, cap)
-            best, total = _softmax_row(scores, low, high, _ONE if cap > _ZERO else scale, before)
-            decay = exp_of_negative(before - best)
-            store(room.sums, row, load(room.sums, row, FLOAT32) * decay + total, FLOAT32)
-            store(room.maxima, row, best, FLOAT32)
-            if decay != _ONE:
+                cap_scores(scores, count, scale, cap)
+            factor = _ONE if cap > _ZERO else scale
+            before = load(room.maxima, row, FLOAT32)
+            best = larger(before, largest_score(scores, low, high) * factor)
+            total = weigh(x_kind, scores, low, high, padded, factor, best, scores if integer else weights)
+            if best > before:
+                decay = exp_of_negative(before - best)
+                store(room.sums, row, load(room.sums, row, FLOAT32) * decay + total, FLOAT32)
+                store(room.maxima, row, best, FLOAT32)
                 _rescale(room.out + row * out_width * 4, width, decay)
+            else:
+                store(room.sums, row, load(room.sums, row, FLOAT32) + total, FLOAT32)
         if integer:
-            factor = _round_weights(scores, scales + CHUNK * 4, low, high, padded, weights)
+            factor = round_weights(scores, scales + CHUNK * 4, low, high, padded, weights)
             store(room.weight_factors, row, factor, FLOAT32)
-        else:
-            _copy_weights(scores, low, high, padded, weights, x_kind)
 
 
 @compiled()
@@ -288,11 +264,22 @@ def _chunk_at(at, first, ahead, sunk, end):
 
 
 @compiled()
+def _rows_of_tile(rows):
+    """The rows of each matrix tile, where as few as there may be have as many each."""
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    return (rows + tiles - 1) // tiles
+
+
+@compiled()
 def _attend(
     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache, tables, scale, cap,
-    room,
+    tiles, room,
 ):  # fmt: skip
-    """Leave the unnormalised result of one tile in the room's out, and its maxima and sums."""
+    """Leave the unnormalised result of one tile in the room's out, and its maxima and sums.
+
+    `tiles` says how matrix tiles are laid out, and the words of a step of keys; or it is None. Rows are cut evenly
+    among these, and the last may be of no query.
+    """
     heads, kv_heads, query_stride, table_stride, window = geometry
     arranged, inputs, width, _, size, value_width = layout
     group, table = heads // kv_heads, tables + item[0] * table_stride * 4
@@ -316,6 +303,9 @@ def _attend(
                 kind, x_kind, integer, group, width, item, head, of_first[0], of_first[1], room.first_queries,
                 room.query_bytes, room.first_factors,
             )  # fmt: skip
+    if tiles is not None:
+        of_tile = _rows_of_tile(rows)
+        configure(tiles[0] + of_tile * VECTOR_BYTES)
     panels, lines, scales = room.panels, room.lines, room.scales
     next_key, next_count = _chunk_at(first - ahead, first, ahead, sunk, end)
     if arranged == ARRANGED:
@@ -345,18 +335,36 @@ def _attend(
                 find(layout, table, next_key, next_count, kv_heads, head, cache, next_panels, next_lines)
         if count % inputs:
             close_line(lines, count, inputs, value_width, size, room.line_room)
-        _products_of_keys(cache_kind, rows, queries, room.query_bytes, panels, next_panels, count, words, room.scores)
         used = (count + inputs - 1) // inputs
+        padded = used * inputs
+        if tiles is not None:
+            _keys_on_tiles(
+                cache_kind, rows, of_tile, queries, room.query_bytes, panels, next_panels, count, words, tiles[1],
+                room.scores,
+            )  # fmt: skip
+            padded = (used + STEP_WORDS - 1) // STEP_WORDS * STEP_WORDS * inputs
+        else:
+            _products_of_keys(
+                cache_kind, rows, queries, room.query_bytes, panels, next_panels, count, words, room.scores
+            )
         _softmax(
             x_kind, integer, item, group, 0 if is_first else window, 0 if is_first else of_first[2], key, count,
-            used * inputs, scale, cap, value_width, out_width, scales, factors, room,
+            padded, scale, cap, value_width, out_width, scales, factors, room,
         )  # fmt: skip
         target = room.chunk_out if integer else room.out
         following = next_lines if next_count == CHUNK else lines
-        _products_of_values(
-            cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, value_width,
-            target, out_width,
-        )  # fmt: skip
+        if tiles is not None:
+            line_bytes = (value_width + LANES - 1) // LANES * VECTOR_BYTES
+            join_lines(lines, following, used, padded // inputs, line_bytes, room.value_room)
+            _values_on_tiles(
+                cache_kind, rows, of_tile, room.weights, room.weight_bytes, room.value_room, line_bytes,
+                padded // (STEP_WORDS * inputs), value_width, target, out_width,
+            )  # fmt: skip
+        else:
+            _products_of_values(
+                cache_kind, rows, room.weights, room.weight_bytes, lines, following, inputs * size, used, value_width,
+                target, out_width,
+            )  # fmt: skip
         if integer:
             for row in range(rows):
                 place = row * out_width * 4
@@ -406,12 +414,13 @@ def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
         store(out, (token * heads + head) * width + d, load(partial_out, into * width + d, FLOAT32) * factor, kind)
 
 
-# The plan, eleven numbers of the geometry, ten addresses, three numbers of sink queries; the scale, the soft cap or 0.
-ATTEND = struct.Struct("25q2d")
+# The plan, eleven numbers of the geometry, ten addresses, three numbers of sink queries, two of matrix tiles; the
+# scale, the soft cap or 0.
+ATTEND = struct.Struct("27q2d")
 
 
 @once_per_kind
-def attend_job(kind: Any, cache_kind: Any) -> int:
+def attend_job(kind: Any, cache_kind: Any, on_tiles: bool = False) -> int:
     """Every tile of a plan, then its merges; queries and results of `kind` over a cache of cache_kind."""
     integer = cache_kind is WIDE_INT8
     x_kind = kind if arithmetic_of(cache_kind).inputs == 2 and not integer else FLOAT32
@@ -424,15 +433,18 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
         cache = (arg(a, 14), arg(a, 15), arg(a, 16), arg(a, 17))
         out, partial_out, partial_sums, sinks = arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
         of_first = (arg(a, 22), arg(a, 23), arg(a, 24))
-        scale, cap = np.float32(real_arg(a, 25)), np.float32(real_arg(a, 26))
+        tiles = (arg(a, 25), arg(a, 26)) if on_tiles else None
+        scale, cap = np.float32(real_arg(a, 27)), np.float32(real_arg(a, 28))
         count, most_rows, merges = read_int64(plan, 0), read_int64(plan, 1), read_int64(plan, 2)
         kv_heads, width, value_width = geometry[1], layout[2], layout[5]
-        tiles, items = count * kv_heads, plan + HEADER_WORDS * 8
+        all_items, items = count * kv_heads, plan + HEADER_WORDS * 8
         ticket = take_ticket(tickets(a, 0))
-        if ticket < tiles:
+        if ticket < all_items:
+            if on_tiles:
+                most_rows = (most_rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             memory = take_memory(room_bytes(most_rows, width))
             room = cut_room(memory, most_rows, width, value_width, layout[1], layout[4])
-            while ticket < tiles:
+            while ticket < all_items:
                 row, head = items + ticket // kv_heads * ITEM_WORDS * 8, ticket % kv_heads
                 item = (
                     read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3),
@@ -440,14 +452,16 @@ def attend_job(kind: Any, cache_kind: Any) -> int:
                 )  # fmt: skip
                 _attend(
                     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache,
-                    tables, scale, cap, room,
+                    tables, scale, cap, tiles, room,
                 )  # fmt: skip
                 _finish(kind, geometry, value_width, item, head, room, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))
                 ticket = take_ticket(tickets(a, 0))
             give_back(memory)
+            if on_tiles:
+                release()
         if merges > 0:
-            while read_shared(tickets(a, 1)) < tiles:
+            while read_shared(tickets(a, 1)) < all_items:
                 pause()
             heads, joins = geometry[0], items + count * ITEM_WORDS * 8
             ticket = take_ticket(tickets(a, 2))

@@ -96,7 +96,7 @@ def ways_of(product: str, tiles: bool) -> dict[str, Way]:
     kind = _KINDS[product]
     if kind is BFLOAT16:
         ways = {"vdpbf16ps": Way(kind), "widened": Way(WIDENED)} if HAS_BF16 else {"widened": Way(kind)}
-        return {"tiles": Way(kind, 1), **ways} if tiles and product == "bfloat16" else ways
+        return {"tiles": Way(kind, 1), **ways} if tiles else ways
     if not tiles:
         return {"vectors": Way(kind)}
     return {**{f"tiles from {least}": Way(kind, least) for least in reversed(TOKENS)}, "vectors": Way(kind)}

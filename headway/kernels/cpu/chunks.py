@@ -14,7 +14,7 @@ from headway.kernels.cpu.cache import key_place, value_place
 from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.ir import LANES
 from headway.kernels.cpu.simd import FLOAT32, copy_element, load, read_int32, read_int64, store, write_integer
-from headway.kernels.cpu.tiles import PANELS_AT_ONCE, ask_for, transpose_words
+from headway.kernels.cpu.tiles import PANELS_AT_ONCE, ask_for, copy_line, transpose_words
 
 CHUNK = 128
 LINE_BYTES = 64
@@ -210,3 +210,17 @@ def close_line(lines, count, inputs, width, size, room):
             else:
                 write_integer(room, d * inputs + part, 0, 8)
     write_integer(lines, line, room, 64)
+
+
+@compiled()
+def join_lines(lines, following, count, padded, line_bytes, to):
+    """Copy lines of values one behind the other, and zeros in place of those from `count` on.
+
+    The lines whose addresses stand at `following` are prefetched.
+    """
+    for line in range(count):
+        copy_line(
+            read_int64(lines, line), read_int64(following, line), line_bytes // LINE_BYTES, to + line * line_bytes
+        )
+    for word in range(count * line_bytes // 4, padded * line_bytes // 4):
+        write_integer(to, word, 0, 32)

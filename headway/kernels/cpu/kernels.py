@@ -18,9 +18,10 @@ from headway.kernels.cpu import sampling as cpu_sampling
 from headway.kernels.cpu.arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
-from headway.kernels.cpu.choice import choice_for
+from headway.kernels.cpu.choice import Way, choice_for
 from headway.kernels.cpu.chunks import ARRANGED, LATENT, PLAIN
 from headway.kernels.cpu.further import SCATTERED, FurtherKernels
+from headway.kernels.cpu.matrix import STEP_WORDS, configurations
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
@@ -62,7 +63,8 @@ class CpuKernels(FurtherKernels):
         # Keys are the number of query heads to each key/value head, and the window.
         self._plans: dict[tuple[int, int | None], AttentionPlan] = {}
         self._programs: dict[Hashable, Program] = {}
-        self._attending: dict[tuple[torch.dtype, torch.dtype], int] = {}  # jobs by dtypes of queries and cache
+        # Jobs by the dtypes of queries and cache, and whether they are on matrix tiles.
+        self._attending: dict[tuple[torch.dtype, torch.dtype], tuple[int, bool]] = {}
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
@@ -199,24 +201,27 @@ class CpuKernels(FurtherKernels):
         plan.reserve(heads, width)
         address, *partials = plan.places
         out = self._team.empty((tokens, heads, value_width), query.dtype)
+        dtypes = query.dtype, cache.keys.dtype
+        if dtypes not in self._attending:
+            self._attending[dtypes] = self._attend_job(*dtypes)
+        code, on_tiles = self._attending[dtypes]
         arguments = (
             address, heads, kv_heads, stride, step.block_tables.stride(0), sliding_window or 0,
             *layout, value_width, at_query, step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first), scale, softcap or 0.0,
+            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first),
+            *(_tiles_of(width) if on_tiles else (0, 0)), scale, softcap or 0.0,
         )  # fmt: skip
-        dtypes = query.dtype, cache.keys.dtype
-        code = self._attending.get(dtypes)
-        if code is None:
-            code = self._attending[dtypes] = self._attend_job(*dtypes)
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out
 
-    def _attend_job(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-        kind = CACHE_KINDS[cache_dtype]
-        if kind is BFLOAT16:
-            kind = self._choice.way(kind, "attention").kind
-        return cpu_attention.attend_job(KINDS[dtype], kind)
+    def _attend_job(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[int, bool]:
+        """The job, and whether its products are on matrix tiles."""
+        way = Way(CACHE_KINDS[cache_dtype])
+        if way.kind is BFLOAT16:
+            way = self._choice.way(BFLOAT16, "attention")
+        on_tiles = way.least_on_tiles > 0
+        return cpu_attention.attend_job(KINDS[dtype], way.kind, on_tiles), on_tiles
 
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
         """See Draw."""
@@ -259,6 +264,14 @@ def _layout_of(dtype: torch.dtype, block_size: int, width: int, is_latent: bool)
     """(arranged, inputs of a word, head dimension, block size, bytes of an element), as cpu.attention has it."""
     arranged = LATENT if is_latent else ARRANGED if is_arranged(block_size, width) else PLAIN
     return arranged, arithmetic_of(CACHE_KINDS[dtype]).inputs, width, block_size, dtype.itemsize
+
+
+@functools.cache
+def _tiles_of(width: int) -> tuple[int, int]:
+    """How matrix tiles are laid out for keys of so many bfloat16 and for values, and the words of a step of keys."""
+    words = -(-width // 2)
+    step_words = next(each for each in range(STEP_WORDS, 0, -1) if words % each == 0)
+    return configurations(0, step_words, STEP_WORDS), step_words
 
 
 def _scale_addresses(cache: LayerCache) -> tuple[int, int]:

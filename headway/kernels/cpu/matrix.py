@@ -44,7 +44,7 @@ ON_TILES = (BFLOAT16, INT8, INT4, *SPLIT)  # INT4 is unpacked to INT8
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The tiles: four of sums, two of tokens, two of weights.
 _TOKENS, _WEIGHTS = (4, 5), (6, 7)
-_kept: dict[tuple[int, int], np.ndarray] = {}  # configurations, at addresses that code has
+_kept: dict[tuple[int, int, int], np.ndarray] = {}  # configurations, at addresses that code has
 
 
 def _ask_the_system() -> bool:
@@ -65,7 +65,7 @@ def has_matrix_tiles() -> bool:
 
 
 @lru_cache
-def configurations(least: int = 0, words: int = STEP_WORDS) -> int:
+def configurations(least: int = 0, words: int = STEP_WORDS, other_words: int = 0) -> int:
     """The address of a table of TILE_ROWS + 1 lines of 64 bytes: how tiles are laid out for 1 to TILE_ROWS tokens.
 
     Each is palette 1, then columns and rows of each tile. The first line, of no token, begins with `least`, an int64.
@@ -73,14 +73,16 @@ def configurations(least: int = 0, words: int = STEP_WORDS) -> int:
     Args:
         least: tokens from which on a product is on tiles.
         words: words of a step, STEP_WORDS or fewer.
+        other_words: those of the second tile of tokens and the second of weights, where they differ.
     """
-    table = _kept[least, words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
+    table = _kept[least, words, other_words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[0, :8].view(np.int64)[0] = least
     table[1:, 0] = 1
     for tokens in range(1, TILE_ROWS + 1):
         for tile in range(8):
-            table[tokens, 16 + 2 * tile] = 4 * words if tile in _TOKENS else VECTOR_BYTES
-            table[tokens, 48 + tile] = words if tile in _WEIGHTS else tokens
+            own_words = other_words or words if tile in (_TOKENS[1], _WEIGHTS[1]) else words
+            table[tokens, 16 + 2 * tile] = 4 * own_words if tile in _TOKENS else VECTOR_BYTES
+            table[tokens, 48 + tile] = own_words if tile in _WEIGHTS else tokens
     return int(table.ctypes.data)
 
 
@@ -121,20 +123,47 @@ def multiply_one(
     STEP_WORDS words. Sums start from zero if fresh is not 0; they are float32, or int32 for an integer kind,
     _PANEL_ROW bytes a token.
     """
-    places = [builder.add(sums, index(vector * VECTOR_BYTES)) for vector in range(4)]
+
+    def weights(step: Any, vector: int) -> Any:
+        at = _place(builder, packed, step, STEP_BYTES)
+        for line in range(vector * STEP_BYTES // 4, (vector + 1) * STEP_BYTES // 4, VECTOR_BYTES):
+            prefetch(builder, builder.add(at, index(_AHEAD + line)))
+        return builder.add(at, index(vector * VECTOR_BYTES))
+
+    row = index(_PANEL_ROW)
+    tiles = _TOKENS[0], _WEIGHTS
+    _multiply(builder, kind, tiles, (x, x_stride, index(VECTOR_BYTES)), (weights, row), steps, (sums, row, fresh))
+
+
+def multiply_four(builder: Any, kind: Any, number: int, *operands: Any) -> None:
+    """Do as _multiply with the first or the second tile of tokens and that of weights, by number: 0 or 1."""
+    _multiply(builder, kind, (_TOKENS[number], _WEIGHTS[number : number + 1]), *operands)
+
+
+def _multiply(
+    builder: Any, kind: Any, tiles: tuple[int, tuple[int, ...]], x: tuple[Any, Any, Any],
+    weights: tuple[Callable[[Any, int], Any], Any], steps: Any, sums: tuple[Any, Any, Any],
+) -> None:  # fmt: skip
+    """Write the product of a tile's tokens with four tiles of weights a step, whose sums stand side by side.
+
+    Args:
+        tiles: that of tokens, and those of weights, which take turns.
+        x: address, bytes between tokens, bytes between steps.
+        weights: the address of a tile, by step and number; bytes between its rows.
+        sums: address, bytes between tokens, and whether they start from zero.
+    """
+    (tokens, by_turns), (first, x_stride, x_step), (address, row) = tiles, x, weights
 
     def body(step: Any, _: list[Any]) -> tuple[list[Any], int]:
-        at = _place(builder, packed, step, STEP_BYTES)
-        _load(builder, _TOKENS[0], _place(builder, x, step, VECTOR_BYTES), x_stride)
+        _load(builder, tokens, builder.add(first, builder.mul(step, x_step)), x_stride)
         for vector in range(4):
-            for line in range(vector * STEP_BYTES // 4, (vector + 1) * STEP_BYTES // 4, VECTOR_BYTES):
-                prefetch(builder, builder.add(at, index(_AHEAD + line)))
-            weights = _WEIGHTS[vector % 2]
-            _load(builder, weights, builder.add(at, index(vector * VECTOR_BYTES)), index(_PANEL_ROW))
-            _emit(builder, _MULTIPLY[kind.name][0], (vector, _TOKENS[0], weights))
+            tile = by_turns[vector % len(by_turns)]
+            _load(builder, tile, address(step, vector), row)
+            _emit(builder, _MULTIPLY[kind.name][0], (vector, tokens, tile))
         return [], 1
 
-    _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
+    places = [builder.add(sums[0], index(vector * VECTOR_BYTES)) for vector in range(4)]
+    _with_sums(builder, places, sums[1], sums[2], lambda: loop(builder, steps, [], body))
 
 
 @emitted
@@ -162,7 +191,7 @@ def multiply_two(
                 prefetch(builder, builder.add(at, index(ahead)))
         return [], 1
 
-    _with_sums(builder, places, fresh, lambda: loop(builder, steps, [], body))
+    _with_sums(builder, places, index(_PANEL_ROW), fresh, lambda: loop(builder, steps, [], body))
 
 
 def _place(builder: Any, base: Any, number: Any, size: int) -> Any:
@@ -173,15 +202,18 @@ def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
     _emit(builder, "llvm.x86.tileloadd64", (tile,), address, stride)
 
 
-def _with_sums(builder: Any, places: list[Any], fresh: Any, multiply: Callable[[], object]) -> None:
-    """Bring the sums at four places into tiles, or zeros, and take them back after `multiply`."""
+def _with_sums(builder: Any, places: list[Any], row: Any, fresh: Any, multiply: Callable[[], object]) -> None:
+    """Bring the sums at four places into tiles, or zeros, and take them back after `multiply`.
+
+    `row` is bytes from one row to the next.
+    """
     with builder.if_else(builder.icmp_signed("!=", fresh, ir.Constant(I64, 0))) as (then, otherwise):
         with then:
             for tile in range(4):
                 _emit(builder, "llvm.x86.tilezero", (tile,))
         with otherwise:
             for tile, place in enumerate(places):
-                _load(builder, tile, place, index(_PANEL_ROW))
+                _load(builder, tile, place, row)
     multiply()
     for tile, place in enumerate(places):
-        _emit(builder, "llvm.x86.tilestored64", (tile,), place, index(_PANEL_ROW))
+        _emit(builder, "llvm.x86.tilestored64", (tile,), place, row)

@@ -78,21 +78,28 @@ def store(builder: Any, address: int64, index: int64, value: float32, kind: Kind
     if stored is F16:
         value = builder.fptrunc(value, F16)
     elif stored is I16:
-        value = _round_to_bfloat16(builder, value)
+        value = round_to_bfloat16(builder, value)
     builder.store(value, pointer)
 
 
-def _round_to_bfloat16(builder: Any, value: Any) -> Any:
-    """The upper half of a float32 after rounding to nearest even; NaN stays NaN."""
+def round_to_bfloat16(builder: Any, value: Any) -> Any:
+    """The upper halves of a float32, or of a vector of them, after rounding to nearest even; NaN stays NaN."""
+
+    def like(element: Any) -> Any:
+        return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
+
+    def whole(number: int) -> ir.Constant:
+        return ir.Constant(like(I32), [number] * like(I32).count if like(I32) != I32 else number)
+
     if _ROUNDS_TO_BFLOAT16:
-        return builder.bitcast(builder.fptrunc(value, BF16), I16)
-    bits = builder.bitcast(value, I32)
-    odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-    rounded = builder.add(bits, builder.add(odd, ir.Constant(I32, 0x7FFF)))
-    magnitude = builder.and_(bits, ir.Constant(I32, 0x7FFFFFFF))
-    is_nan = builder.icmp_unsigned(">", magnitude, ir.Constant(I32, 0x7F800000))
-    chosen = builder.select(is_nan, builder.or_(bits, ir.Constant(I32, 0x400000)), rounded)
-    return builder.trunc(builder.lshr(chosen, ir.Constant(I32, 16)), I16)
+        return builder.bitcast(builder.fptrunc(value, like(BF16)), like(I16))
+    bits = builder.bitcast(value, like(I32))
+    odd = builder.and_(builder.lshr(bits, whole(16)), whole(1))
+    rounded = builder.add(bits, builder.add(odd, whole(0x7FFF)))
+    magnitude = builder.and_(bits, whole(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, whole(0x7F800000))
+    chosen = builder.select(is_nan, builder.or_(bits, whole(0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, whole(16)), like(I16))
 
 
 @emitted

@@ -14,7 +14,22 @@ from llvmlite import ir
 
 from headway.kernels.cpu.arithmetic import ARITHMETIC, PANEL_VECTORS, multiply_add, operand, tile_vectors
 from headway.kernels.cpu.compile import Kind, emitted, int64
-from headway.kernels.cpu.ir import FLOATS, I32, I64, LANES, WORDS, index, loop, prefetch, read, splat, transpose, write
+from headway.kernels.cpu.ir import (
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    VECTOR_BYTES,
+    WORDS,
+    index,
+    loop,
+    prefetch,
+    read,
+    splat,
+    transpose,
+    write,
+)
+from headway.kernels.cpu.matrix import STEP_WORDS, multiply_four
 from headway.kernels.cpu.panels import tiles_of
 
 PANELS_AT_ONCE = PANEL_VECTORS
@@ -103,6 +118,67 @@ def _tile(
     initial = [read(builder, place, kind_of_sum) if add else zeros for place in places]
     for result, place in zip(loop(builder, words, initial, body), places, strict=True):
         write(builder, result, place)
+
+
+@emitted
+def keys_on_tiles(
+    builder: Any, kind: Kind, x: int64, x_stride: int64, panels: int64, following: int64, step_words: int64,
+    steps: int64, out: int64, out_stride: int64,
+) -> None:  # fmt: skip
+    """Do as multiply_keys for as many rows as the matrix tiles are laid out for, with steps of so many words.
+
+    Nothing is prefetched where `following` is 0.
+    """
+    step_bytes = builder.mul(step_words, index(VECTOR_BYTES))
+
+    def multiply(fetches: bool) -> None:
+        def address(step: Any, panel: int) -> Any:
+            offset, place = builder.mul(step, step_bytes), index(8 * panel)
+            if fetches:
+                ahead = builder.add(read(builder, builder.add(following, place), I64), offset)
+                for word in range(STEP_WORDS):
+                    prefetch(builder, builder.add(ahead, index(word * VECTOR_BYTES)))
+            return builder.add(read(builder, builder.add(panels, place), I64), offset)
+
+        rows = x, x_stride, builder.mul(step_words, index(4))
+        multiply_four(builder, kind, 0, rows, (address, index(VECTOR_BYTES)), steps, (out, out_stride, index(1)))
+
+    with builder.if_else(builder.icmp_signed("!=", following, index(0))) as (then, otherwise):
+        with then:
+            multiply(True)
+        with otherwise:
+            multiply(False)
+
+
+@emitted
+def values_on_tiles(
+    builder: Any, kind: Kind, x: int64, x_stride: int64, lines: int64, line_bytes: int64, steps: int64, out: int64,
+    out_stride: int64,
+) -> None:  # fmt: skip
+    """Do as multiply_values for as many rows as the matrix tiles are laid out for, and lines that follow each other.
+
+    A step is STEP_WORDS lines.
+    """
+    step_bytes = builder.mul(line_bytes, index(STEP_WORDS))
+
+    def address(step: Any, vector: int) -> Any:
+        return builder.add(builder.add(lines, builder.mul(step, step_bytes)), index(vector * VECTOR_BYTES))
+
+    rows = x, x_stride, index(VECTOR_BYTES)
+    multiply_four(builder, kind, 1, rows, (address, line_bytes), steps, (out, out_stride, index(0)))
+
+
+@emitted
+def copy_line(builder: Any, line: int64, following: int64, vectors: int64, to: int64) -> None:
+    """Copy so many vectors, and prefetch as many of the line at `following`."""
+
+    def body(number: Any, nothing: list[Any]) -> tuple[list[Any], int]:
+        place = builder.mul(number, index(VECTOR_BYTES))
+        prefetch(builder, builder.add(following, place))
+        write(builder, read(builder, builder.add(line, place), WORDS), builder.add(to, place))
+        return nothing, 1
+
+    loop(builder, vectors, [], body)
 
 
 @emitted
