@@ -28,7 +28,7 @@ from headway.kernels.cpu import compile as cpu_compile
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu.arithmetic import GROUPED, INT4, INT8
 from headway.kernels.cpu.attention import attend_job
-from headway.kernels.cpu.choice import Choice, choice_for
+from headway.kernels.cpu.choice import Choice, Way, choice_for
 from headway.kernels.cpu.code import can_keep, is_being_compiled
 from headway.kernels.cpu.compile import path_of
 from headway.kernels.cpu.kernels import CACHE_KINDS
@@ -52,9 +52,10 @@ def jobs(dtype: torch.dtype, scheme: str, cache_dtype: torch.dtype, choice: Choi
     x, cache, weight = KINDS[dtype], CACHE_KINDS[cache_dtype], kind_of(scheme, dtype)
     weights = [weight, INT8] if weight is INT4 else [weight]  # the head has 8 bits
     ways = [choice.way(each) for each in weights]
+    attention = choice.way(cache, "attention") if cache is BFLOAT16 else Way(cache)
     packed = [each for each in weights if not any(each is grouped for grouped in GROUPED)]
     return [
-        (attend_job, (x, choice.way(cache, "attention").kind if cache is BFLOAT16 else cache)),
+        (attend_job, (x, attention.kind, attention.least_on_tiles > 0)),
         (draw_job, (FLOAT32,)),  # in which the head's results are
         *((product_job, (x, way.kind, way.least_on_tiles > 0)) for way in ways),
         *((pack_job, (x, each)) for each in packed),

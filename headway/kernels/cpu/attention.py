@@ -420,7 +420,7 @@ ATTEND = struct.Struct("27q2d")
 
 
 @once_per_kind
-def attend_job(kind: Any, cache_kind: Any, on_tiles: bool = False) -> int:
+def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
     """Every tile of a plan, then its merges; queries and results of `kind` over a cache of cache_kind."""
     integer = cache_kind is WIDE_INT8
     x_kind = kind if arithmetic_of(cache_kind).inputs == 2 and not integer else FLOAT32

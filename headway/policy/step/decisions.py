@@ -64,10 +64,6 @@ class Decision:
         self.swapped_out = [(s.request_id, len(s.swapped.host_blocks)) for s in preempted if s.swapped is not None]
         self.swapped_in = sum([len(swap.blocks) for swap in plan.swaps if not swap.is_out])
 
-    def ran(self, plan: StepPlan, times: StepTimes) -> None:
-        """Note what was run of it."""
-        self.plan, self.times, self.took_ns = plan, times, times.computed_ns - times.launched_ns
-
     def in_words(self) -> str:
         """The decision as one line of text."""
         if self.window_ns:

@@ -356,8 +356,9 @@ class Scheduler:
         idle = self._idle_beside(sequences)
         self.accounting.record_step(sequences, plan, idle, times)
         if self.decisions:  # the latest is the step's
-            self.decisions[-1].ran(plan, times)
-            self.policy.heed(self.decisions[-1].planned_ns, times)
+            latest = self.decisions[-1]
+            latest.plan, latest.times, latest.took_ns = plan, times, times.computed_ns - times.launched_ns
+            self.policy.heed(latest.planned_ns, times)
         changed: list[tuple[Sequence, list[int]]] = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         sampled_ns, states, finish = times.sampled_ns, self.block_manager.states, self.sequences.finish
