@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ PROMPTS = [[50 + number, 6, 7, 8, 9, 10] * 10 for number in range(3)]
 @pytest.fixture(scope="module")
 def plain() -> list[dict[str, Any]]:
     """The choices of each prompt without drafts."""
-    server = Live(STORY, *MODEL)
-    eventually(server.is_ready, 90)
-    found = [server.complete(prompt=prompt, **ASKED) for prompt in PROMPTS]
+    with closing(Live(STORY, *MODEL)) as server:
+        eventually(server.is_ready, 90)
+        found = [server.complete(prompt=prompt, **ASKED) for prompt in PROMPTS]
     assert all("completion_tokens_details" not in answer["usage"] for answer in found)
-    server.close()
     return [answer["choices"][0] for answer in found]
 
 
@@ -82,22 +82,20 @@ def test_a_stream_that_goes_on_in_another_engine_has_the_same_tokens(live: Live,
 
 def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[dict[str, Any]]) -> None:
     wanted = '{"method": "draft_model", "model": "headway/story-draft"}'
-    server = Live(STORY, *MODEL, "--speculative-config", wanted)
-    eventually(server.is_ready, 90)
-    assert server.metric("draft_kv_cache_bytes") > 1 << 20
-    answer = server.complete(prompt=PROMPTS[0], include_timings=True, **ASKED)
+    with closing(Live(STORY, *MODEL, "--speculative-config", wanted)) as server:
+        eventually(server.is_ready, 90)
+        assert server.metric("draft_kv_cache_bytes") > 1 << 20
+        answer = server.complete(prompt=PROMPTS[0], include_timings=True, **ASKED)
+        metrics = server.http.get("/metrics").text
     assert answer["choices"][0]["token_ids"] == plain[0]["token_ids"]
     timings = answer["timings"]
     assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
     assert timings["phases_ns"]["draft"] > 0
     by_kind = re.findall(
-        r'^headway:spec_decode_num_draft_tokens_by_kind_total{[^}]*kind="(\w+)"[^}]*} (\S+)$',
-        server.http.get("/metrics").text,
-        re.MULTILINE,
+        r'^headway:spec_decode_num_draft_tokens_by_kind_total{[^}]*kind="(\w+)"[^}]*} (\S+)$', metrics, re.MULTILINE
     )
     assert {kind for kind, _ in by_kind} <= {"ngram", "draft_model"}
     assert sum(float(count) for _, count in by_kind) == timings["drafts"]
-    server.close()
 
 
 def test_a_draft_with_another_tokenizer_ends_the_start_with_one_line(tmp_path: Path) -> None:
