@@ -1,4 +1,4 @@
-"""Holds sequences to grammars: which tokens may come next, as bits, found in threads.
+"""Holds sequences to grammars: which tokens may come next, as bits, found in threads while a step runs.
 
 The state of a sequence is a function of its tokens. It is made from them when the sequence comes to the executor, and
 again after a step that failed. A mask that is not there when tokens are drawn delays its own sequence alone.
@@ -6,7 +6,6 @@ again after a step that failed. A mask that is not there when tokens are drawn d
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -18,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from headway.engine.host import usable_threads
 from headway.engine.sampler import Mask
 from headway.grammars.compile import GrammarError, matcher, said
 from headway.grammars.vocabulary import load_vocabulary
@@ -28,13 +26,10 @@ from headway.policy.cache.sizing import padded_size
 from headway.policy.step.plan import ScheduledSequence, SequenceState
 
 KEPT = 64  # compiled grammars
-THREADS, COMPILERS, MOST_THREADS = 4, 2, 16  # of masks that take long, of compilation, of masks found together
+THREADS, COMPILERS = 4, 2
 STACK_BYTES = 2**23  # twice as much as where grammars are tried
 TOGETHER = 16  # states that one thread moves on, one after the other
 SLOW_S = 0.002  # a state that took longer has a thread for itself the next time
-# Masks that take no longer together are found when the step has computed its logits: before, on a processor all of
-# whose cores compute, they would take one from it in the middle of a job, for which the others wait.
-BRIEF_S = 0.002
 # How long a draw waits for masks. Where all its rows have grammars, there is nobody to delay.
 LATE_S, LATE_ALONE_S = 0.004, 0.1
 FORESEEN_S = 0.004  # how long a step waits to know what has to follow its tokens
@@ -54,8 +49,7 @@ class _State:
         found: [1 + drafts, words], behind the newest known token and behind each draft; a text says why there are none.
         is_awaited: a thread is to find them, or has found them and nobody has taken them.
         began_s: since when.
-        took_s: how long the last ones took; infinite where nobody knows, as it was one of several that took longer
-            than they should.
+        is_slow: the last ones took long, or there were none.
         forced: tokens that have to come next.
         moving: moves the matcher on, to find these.
         unforced: steps in a row after which there were none.
@@ -68,14 +62,10 @@ class _State:
     found: Mask | str | None = None
     is_awaited: bool = False
     began_s: float = 0.0
-    took_s: float = math.inf
+    is_slow: bool = True
     forced: list[int] = field(default_factory=list)
     moving: Future[None] | None = None
     unforced: int = 0
-
-    @property
-    def is_slow(self) -> bool:
-        return self.took_s > SLOW_S
 
 
 @dataclass(slots=True)
@@ -95,13 +85,12 @@ class Grammars:
     Args:
         folder: the checkpoint, for its tokenizer.json.
         vocab_size: tokens that have logits.
-        is_crowded: a step computes on all cores, so that threads beside it slow it down.
 
     Attributes:
         states: by seq_id; empty where no sequence has a grammar.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, is_crowded: bool = False) -> None:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
         self.states: dict[int, _State] = {}
         self._folder = folder
         self._vocab_size = vocab_size
@@ -110,10 +99,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()  # of what is compiled, and of the vocabulary
         threading.stack_size(STACK_BYTES)
-        self._is_crowded = is_crowded
         self._jobs: list[Future[None]] = []  # of this step
-        self._put_off: list[_Task] = []  # masks of this step that are to be found at its end
-        self._executor = LLExecutor(min(MOST_THREADS, usable_threads()))
         self._stepping = ThreadPoolExecutor(THREADS, "grammar-masks")
         self._compiling = ThreadPoolExecutor(COMPILERS, "grammar-compilers", _give_way)
 
@@ -174,14 +160,11 @@ class Grammars:
             known, start = len(sequence.tokens) - len(state.drafts), state.consumed
             task = _Task(state, sequence, start, sequence.tokens[sequence.prompt_len + start : known], known)
             if state.is_slow:
-                self._jobs.append(self._stepping.submit(self._find_together, [task]))
+                self._jobs.append(self._stepping.submit(self._find_all, [task]))
             else:
                 tasks.append(task)
-        self._put_off = []
-        if self._is_crowded and sum(task.state.took_s for task in tasks) <= BRIEF_S:
-            self._put_off = tasks
-        elif tasks:
-            self._jobs.append(self._stepping.submit(self._find_together, tasks))
+        for at in range(0, len(tasks), TOGETHER):
+            self._jobs.append(self._stepping.submit(self._find_all, tasks[at : at + TOGETHER]))
 
     def masks(self, scheduled: list[ScheduledSequence], patient: bool = False) -> dict[int, Mask | str | None]:
         """The masks of a step's draws, by seq_id: [samples, words] each.
@@ -191,8 +174,6 @@ class Grammars:
         Args:
             patient: to compute a token again costs more than to wait for its mask.
         """
-        if self._put_off:
-            self._jobs.append(self._stepping.submit(self._find_together, self._put_off))
         draws = [item for item in scheduled if item.samples]
         held = [(item, state) for item in draws if (state := self.states.get(item.seq_id)) is not None]
         wait(self._jobs, LATE_S if len(held) < len(draws) and not patient else LATE_ALONE_S)
@@ -227,68 +208,43 @@ class Grammars:
         moved = [(seq_id, state) for state, seq_id, _ in tasks if state.moving is not None and state.moving.done()]
         return {seq_id: state.forced[:MOST_FORCED] for seq_id, state in moved if state.forced}
 
-    def _find_together(self, tasks: list[_Task]) -> None:
-        """Find the masks behind the known tokens of some sequences, and behind their drafts."""
-        began_s = time.monotonic()
-        ready: list[tuple[_Task, LLMatcher, int]] = []
-        rows = 0
+    def _find_all(self, tasks: list[_Task]) -> None:
         for task in tasks:
+            state, began_s = task.state, time.monotonic()
             try:
-                ready.append((task, self._advanced(task), rows))
-                rows += 1 + len(task.state.drafts)
-            except BaseException as error:
-                task.state.found = _reason(error)
-        if not ready:
-            return
-        # Nothing is written behind a draft that is not allowed, so those rows stay as they are.
-        found = np.full((rows, self._words), -1, np.int32)
-        where = found.ctypes.data, 4 * self._words, rows
-        drafted = [(made, first, task.state.drafts) for task, made, first in ready if task.state.drafts]
-        plain = [(made, first) for task, made, first in ready if not task.state.drafts]
-        try:
-            if drafted:
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-            if plain:
-                self._executor.unsafe_compute_mask_ptr(plain, *where)
-        except BaseException as error:
-            if len(ready) == 1:
-                ready[0][0].state.found = _reason(error)
-            else:  # whose fault it is shows when each is alone
-                for task, _, _ in ready:
-                    self._find_together([task])
-            return
-        masks = np.full((rows, padded_size(self._vocab_size) // 32), -1, np.int32)
-        masks[:, : self._words] = found
-        took_s = time.monotonic() - began_s
-        if len(tasks) > 1:
-            expected_s = sum(task.state.took_s for task in tasks)
-            took_s = math.inf if took_s > max(SLOW_S, 2 * expected_s) else took_s / len(tasks)
-        for task, made, first in ready:
-            state, own = task.state, masks[first : first + 1 + len(task.state.drafts)]
-            state.took_s = took_s
-            try:
-                if made.is_error():
-                    raise GrammarError(f"its grammar cannot go on: {said(made)}")
-                for row, mask in enumerate(own):
-                    _hold_open(mask[: self._words], task.sequence, task.known + row)
-                state.found = own
+                found: Mask | str = self._find(state, task)
             except GrammarError as error:
-                state.found = str(error)
+                found = str(error)
+            except BaseException as error:  # a panic of the library is no Exception
+                found = f"its grammar failed: {error!r:.200}"
+            state.is_slow = time.monotonic() - began_s > SLOW_S
+            state.found = found
 
-    def _advanced(self, task: _Task) -> LLMatcher:
-        """The state behind the known tokens of a sequence. Raises GrammarError where its grammar forbids them."""
-        state, sequence = task.state, task.sequence
+    def _find(self, state: _State, task: _Task) -> Mask:
+        """Find the masks behind the known tokens of a sequence, and behind its drafts."""
         if state.moving is not None:
             wait([state.moving])
             state.moving = None
-        made = state.matcher
+        sequence, made = task.sequence, state.matcher
         if made is None:
             made = state.matcher = self._copy(state.grammar, sequence.stop_ids)
         new = task.tokens[state.consumed - task.start :]
         if new and not made.consume_tokens(new):
             raise GrammarError(f"its grammar does not allow its tokens: {said(made)}")
         state.consumed += len(new)
-        return made
+        masks, taken = np.full((1 + len(state.drafts), padded_size(self._vocab_size) // 32), -1, np.int32), 0
+        for row, mask in enumerate(masks[:, : self._words]):
+            made.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if made.is_error():
+                raise GrammarError(f"its grammar cannot go on: {said(made)}")
+            _hold_open(mask, sequence, task.known + row)
+            # Nothing is kept behind a draft that is not allowed, so the other rows may stay as they are.
+            if row == len(state.drafts) or not made.try_consume_tokens([state.drafts[row]]):
+                break
+            taken += 1
+        if taken:
+            made.rollback(taken)
+        return masks
 
     def _copy(self, grammar: str, stop_ids: frozenset[int]) -> LLMatcher:
         """The state before the first token; the grammar is compiled again where it was dropped meanwhile."""
@@ -299,11 +255,6 @@ class Grammars:
             self._keep(grammar, matcher(grammar, vocabulary))
             return self._copy(grammar, stop_ids)
         return made.deep_copy()
-
-
-def _reason(error: BaseException) -> str:
-    """Why there are no masks; a panic of the library is no Exception."""
-    return str(error) if isinstance(error, GrammarError) else f"its grammar failed: {error!r:.200}"
 
 
 def _taken(state: _State, drafts: list[int]) -> Mask | str | None:

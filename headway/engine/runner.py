@@ -16,7 +16,6 @@ from torch import Tensor
 from headway.engine.drafts import try_drafts
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.graphs import DecodeBuffers, graph_sizes
-from headway.engine.host import usable_threads
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import logprobs_of_prompts
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
@@ -180,8 +179,7 @@ class Runner:
         if self.grammars is None:
             from headway.engine.grammars import Grammars
 
-            is_crowded = self.device.type == "cpu" and torch.get_num_threads() >= usable_threads()
-            self.grammars = Grammars(self._folder or Path(), self.vocab_size, is_crowded)
+            self.grammars = Grammars(self._folder or Path(), self.vocab_size)
         return self.grammars
 
     def forget(self, seq_id: int) -> None:

@@ -339,14 +339,14 @@ def test_forced_tokens_cost_no_steps_and_change_none(llm: LLM, monkeypatch: pyte
 @pytest.fixture
 def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Masks of the grammar of digits wait until the event is set."""
-    allowed, advanced = threading.Event(), engine_grammars.Grammars._advanced
+    allowed, find = threading.Event(), engine_grammars.Grammars._find
 
-    def slow(self: Any, task: Any) -> Any:
-        if "[0-9]{3}" in task.state.grammar:
+    def slow(self: Any, state: Any, *rest: Any) -> Any:
+        if "[0-9]{3}" in state.grammar:
             allowed.wait(20)
-        return advanced(self, task)
+        return find(self, state, *rest)
 
-    monkeypatch.setattr(engine_grammars.Grammars, "_advanced", slow)
+    monkeypatch.setattr(engine_grammars.Grammars, "_find", slow)
     yield allowed
     allowed.set()
 
@@ -379,71 +379,16 @@ def test_a_slow_mask_delays_only_its_own_answer(llm: LLM, slow_masks: threading.
 def test_masks_that_are_late_now_and_then_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params, prompts = mixed()
     expected = tokens_of(ask(llm, params, prompts))
-    advanced, chance = engine_grammars.Grammars._advanced, random.Random(3)
+    find, chance = engine_grammars.Grammars._find, random.Random(3)
 
-    def sometimes_slow(self: Any, task: Any) -> Any:
+    def sometimes_slow(self: Any, *rest: Any) -> Any:
         if chance.random() < 0.1:
             time.sleep(0.03)
-        return advanced(self, task)
+        return find(self, *rest)
 
-    monkeypatch.setattr(engine_grammars.Grammars, "_advanced", sometimes_slow)
+    monkeypatch.setattr(engine_grammars.Grammars, "_find", sometimes_slow)
     monkeypatch.setattr(engine_grammars, "LATE_ALONE_S", 0.01)
     assert tokens_of(ask(llm, params, prompts)) == expected
-
-
-def test_answers_are_the_same_whether_masks_are_found_beside_a_step_or_behind_it(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params, prompts = mixed()
-    expected = tokens_of(ask(llm, params, prompts))
-    grammars = llm.engine.runner.grammars_of_model()
-    monkeypatch.setattr(grammars, "_is_crowded", not grammars._is_crowded)
-    assert tokens_of(ask(llm, params, prompts)) == expected
-
-
-def test_a_panic_of_the_library_ends_no_answer_but_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many states are asked about together; whose fault it was is found by asking for each alone."""
-    params = [wanted(i) for i in range(8)]
-    expected = ask(llm, params)
-    grammars = llm.engine.runner.grammars_of_model()
-    ours, digits = grammars._executor, set[int]()
-    advanced = engine_grammars.Grammars._advanced
-
-    def noting(self: Any, task: Any) -> Any:
-        made = advanced(self, task)
-        if "[0-9]{3}" in task.state.grammar and task.state.consumed == 2:
-            digits.add(id(made))
-        return made
-
-    class Panicking:
-        def unsafe_compute_mask_ptr(self, wanted: Any, *where: int) -> None:
-            if any(id(made) in digits for made, _ in wanted):
-                raise BaseException("a panic")
-            ours.unsafe_compute_mask_ptr(wanted, *where)
-
-        def unsafe_compute_mask_ptr_with_draft_token(self, wanted: Any, *where: int) -> None:
-            ours.unsafe_compute_mask_ptr_with_draft_token(wanted, *where)
-
-    monkeypatch.setattr(engine_grammars.Grammars, "_advanced", noting)
-    monkeypatch.setattr(grammars, "_executor", Panicking())
-    names, core = {}, llm.engine.core
-    for number, each in enumerate(params):
-        asked = each.structured_outputs
-        assert asked is not None
-        held = SamplingParams(max_tokens=60, temperature=1.0, seed=each.seed, structured_outputs=translated(asked)[0])
-        core.add(AddRequest(f"panic-{number}", PROMPT, held, [EOS]))
-        names[f"panic-{number}"] = number
-    tokens: dict[int, list[int]] = {number: [] for number in range(8)}
-    failed = set[int]()
-    while core.has_work:
-        for output in core.step().outputs:
-            tokens[names[output.request_id]] += output.token_ids
-            if output.finish_reason == "error":
-                assert "its grammar failed" in (output.error or "")
-                failed.add(names[output.request_id])
-    assert failed == {1, 5}
-    for number in set(range(8)) - failed:
-        assert tokens[number] == expected[number].outputs[0].token_ids
 
 
 def test_a_mask_that_never_comes_ends_its_answer(
