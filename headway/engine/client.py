@@ -364,14 +364,7 @@ class EngineClient:
         else:
             asked.set_result(answer)
 
-    async def explain(
-        self,
-        most: int,
-        after_ns: int = 0,
-        most_sequences: int = 0,
-        with_parts: bool = False,
-        with_words: bool = True,
-    ) -> Explanation:
+    async def explain(self, asked: Explain) -> Explanation:
         """The engine's last steps and the reasons for them, the newest last; and its first sequences.
 
         Raises:
@@ -381,7 +374,7 @@ class EngineClient:
             raise EngineDead(self.last_error)
         answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._explaining.append(answer)
-        self._send(Explain(most, after_ns, most_sequences, with_parts, with_words))
+        self._send(asked)
         return await answer
 
     # --- requests -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import msgspec
 
 from headway import __version__
 from headway.engine.client import EngineDead
-from headway.engine.messages import ExplainedStep, LiveSequence
+from headway.engine.messages import Explain, ExplainedStep, LiveSequence
 from headway.server.edge.streaming import EventStream, EventWriter, SlowReader, event
 from headway.server.ended import Ended
 from headway.server.errors import too_many
@@ -96,7 +96,7 @@ class Live:
         look: dict[str, Any] = {"state": engine.state, "steps": [], "sequences": [], "cached_blocks": 0}
         newest_ns = after_ns
         try:
-            told = await engine.explain(MOST_STEPS, after_ns, MOST_SEQUENCES, with_words=False)
+            told = await engine.explain(Explain(MOST_STEPS, after_ns, MOST_SEQUENCES, with_words=False))
         except EngineDead:
             pass
         else:

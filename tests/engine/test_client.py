@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from headway.engine.client import EngineClient, EngineDead
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, SequenceOutput, TokenLogprobs
+from headway.engine.messages import AddRequest, EngineOutputs, EngineStats, Explain, SequenceOutput, TokenLogprobs
 from headway.engine.requests import MOST_DEATHS
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
@@ -211,7 +211,7 @@ async def test_requests_go_on_when_the_engine_is_killed(client: EngineClient, ex
     with pytest.raises(EngineDead, match="loading"):
         await collect(client.generate(request("too early")))
     with pytest.raises(EngineDead, match="the engine process died"):
-        await client.explain(1)
+        await client.explain(Explain(1))
     client.abort("leaver", 0)  # as for a stop string
     assert [o.finish_reason for o in await collect(leaver)][-1] == "abort"
     await answers
@@ -256,7 +256,7 @@ async def test_an_engine_that_ends_no_step_is_replaced(
 
 
 async def check_explained(client: EngineClient) -> None:
-    told = await asyncio.gather(client.explain(1), client.explain(3))
+    told = await asyncio.gather(client.explain(Explain(1)), client.explain(Explain(3)))
     first, second = (each.steps for each in told)
     assert len(first) == 1 and first == second[-1:] and len(second) == 3
     assert "1 sequence decodes" in first[0].words

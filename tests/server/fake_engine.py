@@ -13,6 +13,7 @@ from headway.engine.client import EngineDead
 from headway.engine.messages import (
     AddRequest,
     EngineStats,
+    Explain,
     ExplainedStep,
     Explanation,
     LiveSequence,
@@ -115,21 +116,14 @@ class FakeEngine:
     async def stop(self) -> None:
         self.state, self.last_error = "stopped", "the server is shutting down"
 
-    async def explain(
-        self,
-        most: int,
-        after_ns: int = 0,
-        most_sequences: int = 0,
-        with_parts: bool = False,
-        with_words: bool = True,
-    ) -> Explanation:
+    async def explain(self, asked: Explain) -> Explanation:
         if self.state != "ready":
             raise EngineDead(self.last_error)
         steps = [
             ExplainedStep(time.monotonic_ns(), f"step {number} of {'6f1f' * 8}-0.", 3, 5, 2_000_000, 1.9e6)
-            for number in range(100 - most, 100)
+            for number in range(100 - asked.most, 100)
         ]
-        return Explanation(steps, self.sequences[:most_sequences], 7)
+        return Explanation(steps, self.sequences[: asked.most_sequences], 7)
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights

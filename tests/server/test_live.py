@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from headway.config_files.classes import ClassFile
-from headway.engine.messages import EngineStats, LiveSequence
+from headway.engine.messages import EngineStats, Explain, LiveSequence
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.ledger import Phase
 from headway.server import live
@@ -36,11 +36,11 @@ def asked(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     told: list[tuple[int, ...]] = []
     explain = FakeEngine.explain
 
-    async def noting(self: FakeEngine, *how: int, with_words: bool = True) -> Any:
+    async def noting(self: FakeEngine, asked: Explain) -> Any:
         if self is engine:
-            assert not with_words, "reasons would be made, and shown to nobody"
-            told.append(how)
-        return await explain(self, *how, with_words=with_words)
+            assert not asked.with_words, "reasons would be made, and shown to nobody"
+            told.append((asked.most, asked.after_ns, asked.most_sequences))
+        return await explain(self, asked)
 
     monkeypatch.setattr(FakeEngine, "explain", noting)
     return told

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from headway import __version__
 from headway.engine.client import EngineDead
-from headway.engine.messages import Explanation
+from headway.engine.messages import Explain, Explanation
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
@@ -371,7 +371,7 @@ class Routes:
     async def _explained(self, steps: int, after_ns: int = 0, sequences: int = 0, parts: bool = False) -> Explanation:
         """What the engine tells of its last steps. Raises ApiError where it has died."""
         try:
-            return await self._service.engine.explain(steps, after_ns, sequences, parts)
+            return await self._service.engine.explain(Explain(steps, after_ns, sequences, parts))
         except EngineDead as error:
             raise unavailable(str(error), "engine_dead", 5) from None
 
