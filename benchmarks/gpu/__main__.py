@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from benchmarks.gpu.parts import PARTS, ROOT, Part
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SECONDS = 540.0
+_MOST_SHARES = 8  # processes at a time, each with a context and models on the device
 _LEAST_S = 10.0  # for a part: with less it is not begun
 
 
@@ -95,8 +97,10 @@ def _run_part(
         machine = folder / "machine.json"
         machine.write_text(json.dumps(_machine(record, arguments.device, folder)))
         try:
-            runner.run(
-                lambda lines, done: part.command(lines, done, machine), outcome, log, folder, seconds, part.task_seconds
+            count = min(_MOST_SHARES, (os.cpu_count() or 1) // 2) if part.shared else 1
+            runner.run_shared(
+                lambda lines, done: part.command(lines, done, machine),
+                *(outcome, log, folder, seconds, part.task_seconds, max(1, count)),
             )
         except KeyboardInterrupt:
             outcome.cut = True

@@ -32,6 +32,7 @@ from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape
 from headway.kernels import kernels_for
 from headway.kernels.interface import LayerCache
+from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import SILU
 
 DTYPE = torch.bfloat16
@@ -61,6 +62,8 @@ def tasks(machine: Machine) -> Tasks:
             elements = partial(_elements, pool, shape, tokens)
             found[f"{name} norms and rotation, {tokens} tokens"] = partial(_rows, machine, elements)
             found[f"{name} gate and cache writes, {tokens} tokens"] = partial(_single, machine, shape, tokens)
+    for rows in (4,) if machine.small else (1, 16, 64):
+        found[f"masks of allowed tokens, {rows} rows"] = partial(_masks, machine, rows)
     return found | formats.kernels(machine, partial(_measured, machine))
 
 
@@ -105,6 +108,18 @@ def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
 
         cuda, gate_up = CudaKernels(), random(machine, tokens, 2 * shape.ffn)
         yield _measured(machine, "gate", lambda: cuda.apply_gate(gate_up, SILU), 1, 1.5 * gate_up.nbytes, 0.0)
+
+
+@torch.inference_mode()
+def _masks(machine: Machine, rows: int) -> Iterable[Row]:
+    """Masks for the draw, by the kernel and as tensor operations; every second token is forbidden."""
+    tokens = 4096 if machine.small else read_shape(SHAPES["llama-3.1-8b"], "llama-3.1-8b").vocab
+    x = torch.zeros(rows, tokens, device=machine.device)
+    marked = torch.full((rows, 1 + tokens // 32), 0x55555555, dtype=torch.int32, device=machine.device)
+    marked[:, 0] = torch.arange(rows, device=machine.device)
+    moved = 4.0 * marked.numel() + 4.0 * x.numel()
+    for name, kernels in {"forbid": kernels_for(machine.device, DTYPE), "forbid in torch": ReferenceKernels()}.items():
+        yield _measured(machine, name, partial(kernels.forbid, x, marked), 1, moved, 0.0)
 
 
 def _measured(machine: Machine, kernel: str, call: Callable[[], object], runs: int, moved: float, flops: float) -> Row:

@@ -21,6 +21,7 @@ Tasks = dict[str, Callable[[], Iterable[Row]]]
 # Nothing works in this process after such an error.
 _STICKY = ("CUDA error", "Error [CUDA]", "AcceleratorError")
 _LINES_OF_AN_ERROR = 6
+SHARE = "HEADWAY_GPU_SHARE"  # in the environment: number/count
 
 
 class Skipped(Exception):
@@ -55,6 +56,12 @@ class Machine:
         return cls(**{**content, "folder": Path(content["folder"])})
 
 
+def own_share(names: list[str]) -> list[str]:
+    """The names that this process is to run, of those that several processes share. See runner.run_shared."""
+    number, count = os.environ.get(SHARE, "0/1").split("/")
+    return names[int(number) :: int(count)]
+
+
 class Lines:
     """The file of results, which the starting process reads while it grows."""
 
@@ -77,15 +84,15 @@ def is_sticky(text: str) -> bool:
 
 def run(tasks: Tasks, done: Iterable[str], lines: Lines) -> None:
     """Every task but those that are done. Leaves the process after an error that spoils it for the next one."""
-    known = set(done)
-    lines.write(tasks=list(tasks))
-    for name, task in tasks.items():
+    known, names = set(done), own_share(list(tasks))
+    lines.write(tasks=names)
+    for name in names:
         if name in known:
             continue
         lines.write(began=name)
         began = time.perf_counter()
         try:
-            for row in task():
+            for row in tasks[name]():
                 lines.write(task=name, row=row)
         except Skipped as reason:
             lines.write(ended=name, skipped=str(reason))

@@ -26,6 +26,7 @@ class Part:
         needs: Python packages beside those that everything needs; without one of them it is left out.
         seconds: at most, for all of its tasks.
         task_seconds: at most, for one of them; then it is ended and the next one begun.
+        shared: nothing is timed, so several processes run tasks at the same time.
         parity_tests: of the tests that need a GPU, those of parity or all others; None for a module of tasks.
     """
 
@@ -34,6 +35,7 @@ class Part:
     seconds: float
     task_seconds: float
     needs: tuple[str, ...] = ()
+    shared: bool = False
     parity_tests: bool | None = None
 
     def command(self, lines: Path, done: Path, machine: Path) -> list[str]:
@@ -59,9 +61,9 @@ class Part:
 
 PARTS = (
     Part("limits", "copies, reads, products and launches: what the device can do", 60, 30),
-    Part("compiled", "every kernel compiled for it: registers, spills, shared memory", 120, 60),
-    Part("agreement", "the kernels beside plain torch, and tokens alone beside in company", 90, 60),
-    Part("tests", "the tests that need a GPU", 180, 60, needs=_FOR_TESTS, parity_tests=False),
+    Part("compiled", "every kernel compiled for it: registers, spills, shared memory", 120, 60, shared=True),
+    Part("agreement", "the kernels beside plain torch, and tokens alone beside in company", 90, 60, shared=True),
+    Part("tests", "the tests that need a GPU", 180, 60, _FOR_TESTS, shared=True, parity_tests=False),
     Part("kernels", "each kernel beside the limits", 120, 40),
     Part("steps", "decodes and prompts of Llama-3.1-8B's shape", 120, 90),
     Part("calibration", "headway calibrate, for what the cost model predicts", 120, 120),
@@ -73,6 +75,7 @@ PARTS = (
         150,
         60,
         needs=(*_FOR_TESTS, "transformers"),
+        shared=True,
         parity_tests=True,
     ),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.part import Lines, is_sticky
+from benchmarks.gpu.part import Lines, is_sticky, own_share
 
 _LAST_LINES = 6
 
@@ -34,7 +34,8 @@ class Reporting:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        wanted = [item for item in items if needs_gpu(item)]
+        own = set(own_share([item.nodeid for item in items if needs_gpu(item)]))
+        wanted = [item for item in items if item.nodeid in own]
         self._lines.write(tasks=[*self._errors, *(item.nodeid for item in wanted)])
         kept = [item for item in wanted if item.nodeid not in self._done]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

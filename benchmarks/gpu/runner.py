@@ -11,13 +11,16 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.part import SHARE
 from benchmarks.gpu.parts import ROOT
 
 _POLL_S = 0.05
@@ -52,13 +55,14 @@ class Outcome:
         return [row for task in self.tasks.values() for row in task["rows"]]
 
 
-def environment() -> dict[str, str]:
+def environment(share: str) -> dict[str, str]:
     """The environment of a part's processes: this source, no network, and Triton's compiler, not its interpreter."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     plain = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "160"}
-    return {**os.environ, **plain, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
+    return {**os.environ, **plain, "PYTHONPATH": path, SHARE: share, **_COMPILED}
 
 
+_COMPILED = {"HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0"}
 Command = Callable[[Path, Path], list[str]]  # takes the file of lines, and the file with the names of tasks done
 
 
@@ -69,7 +73,8 @@ def run(
     folder: Path,
     seconds: float,
     task_seconds: float,
-    on_task: Callable[[str], None] = lambda name: None,
+    share: str = "0/1",
+    stop: threading.Event | None = None,
 ) -> None:
     """Run the tasks that the outcome has not, and add them to it.
 
@@ -78,7 +83,8 @@ def run(
         folder: for the files between the processes.
         seconds: at most; the task that is under way then is left for another time.
         task_seconds: at most for one task.
-        on_task: hears the name of each task as it begins.
+        share: which of the tasks; see part.own_share.
+        stop: once it is set, all ends as if the time had run out.
     """
     outcome.tasks.pop(BEFORE, None)
     deadline = time.monotonic() + seconds
@@ -86,15 +92,15 @@ def run(
         lines, done = folder / f"lines-{number}.jsonl", folder / f"done-{number}.json"
         lines.write_bytes(b"")
         done.write_text(json.dumps(list(outcome.tasks)))
-        follower = _Follower(lines, outcome, on_task)
+        follower = _Follower(lines, outcome)
         with log.open("ab") as output:
             size = output.tell()
             process = subprocess.Popen(
                 command(lines, done), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=environment(), start_new_session=True, cwd=ROOT,
+                env=environment(share), start_new_session=True, cwd=ROOT,
             )  # fmt: skip
         try:
-            why = _wait(process, follower, deadline, task_seconds)
+            why = _wait(process, follower, deadline, task_seconds, stop)
         finally:
             _end(process)
             follower.close()
@@ -105,14 +111,41 @@ def run(
             break
 
 
+def run_shared(
+    command: Command, outcome: Outcome, log: Path, folder: Path, seconds: float, task_seconds: float, count: int
+) -> None:
+    """Run tasks as `run` does, `count` at a time, each in a process with a share of them."""
+    stop, shares = threading.Event(), [Outcome(dict(outcome.tasks)) for _ in range(count)]
+    folders = [folder / f"share-{number}" for number in range(count)]
+    for each in folders:
+        each.mkdir()
+        (each / "log").touch()
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            running = [
+                pool.submit(run, command, own, each / "log", each, seconds, task_seconds, f"{number}/{count}", stop)
+                for number, (own, each) in enumerate(zip(shares, folders, strict=True))
+            ]
+            try:
+                for one in running:
+                    one.result()
+            finally:
+                stop.set()
+    finally:
+        with log.open("ab") as output:
+            for own, each in zip(shares, folders, strict=True):
+                output.write((each / "log").read_bytes())
+                outcome.tasks |= own.tasks
+        outcome.left, outcome.cut = [name for own in shares for name in own.left], any(own.cut for own in shares)
+
+
 class _Follower:
     """Reads the lines of one process."""
 
-    def __init__(self, path: Path, outcome: Outcome, on_task: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, outcome: Outcome) -> None:
         self._file = path.open("rb")
         self._rest = b""
         self._outcome = outcome
-        self._on_task = on_task
         self.named: list[str] | None = None
         self.running: str | None = None
         self.since = time.monotonic()
@@ -137,7 +170,6 @@ class _Follower:
             self.since = time.monotonic()
         elif "began" in record:
             self.running, self.since = str(record["began"]), time.monotonic()
-            self._on_task(self.running)
         elif "task" in record:
             self._rows.setdefault(str(record["task"]), []).append(dict(record["row"]))
         elif "ended" in record:
@@ -156,7 +188,13 @@ class _Follower:
         self.ended += 1
 
 
-def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float, task_seconds: float) -> str | None:
+def _wait(
+    process: subprocess.Popen[bytes],
+    follower: _Follower,
+    deadline: float,
+    task_seconds: float,
+    stop: threading.Event | None,
+) -> str | None:
     """Wait until the process ends by itself. Returns _TIME if the deadline came first, or that a task took too long."""
     while process.poll() is None:
         time.sleep(_POLL_S)
@@ -165,7 +203,7 @@ def _wait(process: subprocess.Popen[bytes], follower: _Follower, deadline: float
         limit = task_seconds if follower.named is not None else max(task_seconds, _START_S)
         if now - follower.since > limit:
             return f"no result after {limit:.0f} s; it was ended"
-        if now > deadline:
+        if now > deadline or (stop is not None and stop.is_set()):
             return _TIME
     return None
 

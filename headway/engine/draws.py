@@ -85,13 +85,6 @@ def padded(logits: Tensor, result: Tensor | None = None) -> Tensor:
     return result
 
 
-def forbid(x: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Set x to -inf where tokens are not allowed: rows [H] of x have bits in words [H, V / 32] int32."""
-    places = torch.arange(32, dtype=torch.int32, device=x.device)
-    allowed = (words.unsqueeze(-1) >> places) & 1
-    x[rows] = x[rows].masked_fill(allowed.flatten(1) == 0, -torch.inf)
-
-
 def block_peaks(x: Tensor) -> Tensor:
     """The greatest logit of each block [R, V / LOGIT_BLOCK]; NaN where a block contains one."""
     return x.unflatten(1, (-1, LOGIT_BLOCK)).amax(-1)

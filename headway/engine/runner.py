@@ -90,7 +90,7 @@ class Runner:
             self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
-        self.sampler = Sampler(config.shape.vocab, device, kernels.draw)
+        self.sampler = Sampler(config.shape.vocab, device, kernels.draw, kernels.forbid)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)
         self._has_experts = config.routing is not None
         self.decodes: DecodeBuffers | None = None

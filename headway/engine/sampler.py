@@ -36,7 +36,8 @@ from headway.engine.tensor_sampling import (
     mask_of,
     token_edits,
 )
-from headway.kernels.interface import DRAW, Draw
+from headway.kernels.interface import DRAW, Draw, Forbid
+from headway.kernels.reference import forbid
 from headway.policy.step.plan import SequenceState
 
 __all__ = ["BAD_TOKEN", "Mask", "Sampled", "Sampler"]
@@ -64,13 +65,16 @@ class Sampler:
         vocab_size: tokens in the vocabulary; ids in logit_bias and in sequences must be below it.
         device: where the logits are.
         draw: Kernels.draw of this device.
+        forbid: Kernels.forbid of this device, which is used where there is no draw.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, draw: Draw | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, draw: Draw | None = None, forbid: Forbid = forbid
+    ) -> None:
         self.vocab_size = vocab_size
         self._draw = draw
         self._penalties = PenaltyTable(device)
-        self._tensors = TensorSampler(vocab_size, device)
+        self._tensors = TensorSampler(vocab_size, device, forbid)
         self._edits: dict[SequenceState, TokenEdits] = {}
         self._masks: dict[SequenceState, Mask] = {}
         self._batch: SamplingBatch | None = None

@@ -20,6 +20,7 @@ from headway.engine.logprobs import logprob_table, token_logprobs
 from headway.engine.messages import TokenLogprobs
 from headway.engine.penalties import PenaltyTable
 from headway.kernels.host import one_thread, to_device
+from headway.kernels.interface import Forbid
 from headway.policy.cache.sizing import padded_size
 from headway.policy.step.plan import SequenceState
 
@@ -71,11 +72,13 @@ class TensorBatch:
     Args:
         streams: starts of their random streams.
         edits: changes of their logits; None for none.
+        wants_logprobs: the rows that want log-probabilities.
     """
 
     streams: NDArray[np.uint64]
     groups: list[Group]
     edits: Edits | None
+    wants_logprobs: draws.Index
 
 
 @dataclass(slots=True)
@@ -101,12 +104,16 @@ class SamplingBatch:
 class TensorSampler:
     """Draws and computes log-probabilities on a device.
 
+    Args:
+        forbid: Kernels.forbid of the device.
+
     Attributes:
         memory: that of a step's logits in float32, kept for the next step.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, forbid: Forbid) -> None:
         self.device = device
+        self._forbid = forbid
         self.memory = torch.empty(0, 0, device=device)
         self._vocab_size = vocab_size
         self._steps_with_little = 0
@@ -131,7 +138,7 @@ class TensorSampler:
                 for group in groups:
                     part = rows if len(group.members) == len(ids) else rows.take(group.rows)
                     ids[group.rows] = draws.draw(part, group.cut)
-                sampled = self._read(raw, ids.masked_fill_(bad, BAD_TOKEN), batch)
+                sampled = self._read(raw, ids.masked_fill_(bad, BAD_TOKEN), batch, tensors)
                 groups = undecided(groups, sampled[0], raw.shape[1], self.device)
                 if not groups:
                     return sampled
@@ -151,7 +158,8 @@ class TensorSampler:
     def _describe(self, batch: SamplingBatch) -> TensorBatch:
         streams = streams_of([sequence.seed for sequence in batch.sequences])
         groups = _groups(batch.sequences, self._vocab_size, self.device)
-        return TensorBatch(streams, groups, _edits(batch.edits, self.device))
+        edits, wanted = _edits(batch.edits, self.device), _index(batch.wants_logprobs, self.device)
+        return TensorBatch(streams, groups, edits, wanted)
 
     def _most_alternatives(self, batch: SamplingBatch) -> int:
         wanted = [batch.sequences[row].params.logprobs or 0 for row in batch.wants_logprobs]
@@ -185,26 +193,28 @@ class TensorSampler:
             where = np.array(positions, np.int64)
             at, uniform = to_device(np.stack((where, uniforms(tensors.streams, where))), self.device)
         x = raw
-        if tensors.edits is not None or batch.penalised or masks is not None:
+        masked = [row for row, mask in enumerate(masks or ()) if mask is not None]
+        if tensors.edits is not None or batch.penalised or masked:
             x = raw.clone() if borrowed or batch.wants_logprobs else raw
         if (edits := tensors.edits) is not None:
             pairs = edits.rows, edits.token_ids
             x[pairs] = (x[pairs] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
         if batch.penalised:
             penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
-        if masks is not None:
-            held = [row for row, mask in enumerate(masks) if mask is not None]
-            bits = to_device(np.array([masks[row] for row in held]), self.device)
-            draws.forbid(x, torch.tensor(held, device=self.device), bits)
+        if masks is not None and masked:
+            words = np.array([masks[row] for row in masked])
+            self._forbid(x, to_device(np.column_stack((np.array(masked, np.int32), words)), self.device))
         peaks = draws.block_peaks(x)
         return draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform)
 
-    def _read(self, raw: Tensor, ids: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _read(
+        self, raw: Tensor, ids: Tensor, batch: SamplingBatch, tensors: TensorBatch
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Bring token ids and log-probabilities to the host in one transfer."""
         count = len(ids)
         if not batch.wants_logprobs:
             return ids.tolist(), [None] * count
-        wanted = _index(batch.wants_logprobs, self.device)
+        wanted = tensors.wants_logprobs
         table = logprob_table(raw[wanted], ids[wanted].clamp(min=0), self._most_alternatives(batch))
         numbers = torch.cat([ids.double(), table.flatten()]).tolist()
         token_ids = [int(token) for token in numbers[:count]]

@@ -192,6 +192,18 @@ class Draw(Protocol):
         ...
 
 
+class Forbid(Protocol):
+    """Sets logits to -inf where tokens are not allowed."""
+
+    def __call__(self, x: Tensor, marked: Tensor) -> None:
+        """x [R, V] float32, V a multiple of 32; marked [H, 1 + V / 32] int32.
+
+        A row of `marked` has the number of a row of x, then a bit for each of its tokens, the first in the lowest bit
+        of a word, which is set where the token is allowed. Rows that are not marked keep all tokens.
+        """
+        ...
+
+
 class Linear(Protocol):
     """A weight in the layout that the device multiplies fastest."""
 
@@ -391,6 +403,11 @@ class Kernels(Protocol):
     @property
     def draw(self) -> Draw | None:
         """Chooses the next tokens; None where the sampler's own tensor work is to."""
+        ...
+
+    @property
+    def forbid(self) -> Forbid:
+        """Applies masks of allowed tokens where no kernel draws."""
         ...
 
     def repeat(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headway.kernels.interface import (
     AttentionShape,
+    Forbid,
     HeadLinear,
     LayerCache,
     LayerState,
@@ -128,6 +129,14 @@ class ReferenceMixture:
         counts.busiest += max(tokens_of, default=0)
 
 
+def forbid(x: Tensor, marked: Tensor) -> None:
+    """See Forbid."""
+    rows, words = marked[:, 0], marked[:, 1:]
+    places = torch.arange(32, dtype=torch.int32, device=x.device)
+    allowed = (words.unsqueeze(-1) >> places) & 1
+    x[rows] = x[rows].masked_fill(allowed.flatten(1) == 0, -torch.inf)
+
+
 class TorchKernels:
     """The operations that are left to torch alike on any device; what a device has of its own stands in a subclass."""
 
@@ -137,6 +146,11 @@ class TorchKernels:
 
     def __init__(self) -> None:
         self._counts = RoutingCounts()
+
+    @property
+    def forbid(self) -> Forbid:
+        """Applies masks of allowed tokens."""
+        return forbid
 
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         """[T, 2 * F] -> [T, F]: the first half is the gate of the second."""

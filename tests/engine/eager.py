@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headway import LLM
+from headway import LLM, RequestOutput
 from headway.engine.drafter import Speculator
 from headway.policy.step.drafting import BESIDE, Drafting
 from headway.policy.step.plan import StepPlan, accepted_drafts
@@ -45,6 +45,18 @@ class Foreseeing:
 
     def forget(self, seq_id: int) -> None:
         self.known.discard(seq_id)
+
+
+def check_same(plain: list[RequestOutput], drafted: list[RequestOutput], exact: bool) -> None:
+    """Tokens are the same, and so are log-probabilities: bit by bit where that is promised, else to a rounding."""
+    for before, after in zip(plain, drafted, strict=True):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert (other.token_ids, other.finish_reason) == (one.token_ids, one.finish_reason)
+            if exact:
+                assert other.logprobs == one.logprobs
+            else:
+                expected = [entry.logprob for entry in one.logprobs or []]
+                assert [entry.logprob for entry in other.logprobs or []] == pytest.approx(expected, abs=1e-4)
 
 
 def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | None = None) -> Counter[str]:

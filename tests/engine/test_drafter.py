@@ -106,7 +106,7 @@ def test_an_engine_drafts_where_it_pays(tmp_path: Path) -> None:
     plain, speculative = (
         LLM(
             write_config(tmp_path), skip_tokenizer_init=True, load_format="dummy", dtype="float32", num_threads=1,
-            kv_cache_memory=4 << 20, speculative_config=wanted,
+            device="cpu", kv_cache_memory=4 << 20, speculative_config=wanted,
         )
         for wanted in (None, {"method": "ngram", "num_speculative_tokens": 8})
     )  # fmt: skip
@@ -125,7 +125,7 @@ def test_an_engine_drafts_where_it_pays(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def stories() -> tuple[LLM, LLM]:
     """The bundled model without and with drafts."""
-    options = {"kv_cache_memory": 16 << 20, "num_threads": 1, "max_num_seqs": 8}
+    options = {"device": "cpu", "kv_cache_memory": 16 << 20, "num_threads": 1, "max_num_seqs": 8}
     wanted = SpeculativeConfig(num_speculative_tokens=8, prompt_lookup_min=1)
     return LLM(str(STORY), **options), LLM(str(STORY), speculative_config=wanted, **options)
 

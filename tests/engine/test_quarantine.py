@@ -91,7 +91,8 @@ def serve(core: EngineCore, requests: list[AddRequest]) -> Answers:
 def core(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     folder = write_config(tmp_path_factory.mktemp("tiny"))
     llm = LLM(
-        folder, skip_tokenizer_init=True, dtype="float32", load_format="dummy", num_threads=1, kv_cache_memory=8 << 20
+        folder, skip_tokenizer_init=True, dtype="float32", load_format="dummy", device="cpu", num_threads=1,
+        kv_cache_memory=8 << 20,
     )  # fmt: skip
     return llm.engine.core
 

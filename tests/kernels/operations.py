@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +130,23 @@ def check_draw(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
     for row, sequence in enumerate(sequences):
         alone = Sampler(size, logits.device, kernels.draw).sample(logits[row : row + 1], [sequence])
         assert alone.token_ids == [drawn[row]]
+
+
+def check_forbid(kernels: Kernels, device: str, tokens: int) -> None:
+    """Marked rows keep the tokens whose bits are set, other rows all."""
+    chance = np.random.default_rng(tokens)
+    x = torch.randn(5, tokens, generator=torch.Generator().manual_seed(1)).to(device)
+    rows, kept = [3, 0, 4], chance.integers(0, 2, (3, tokens)).astype(bool)
+    kept[0] = [token in (0, 31, 32, tokens - 1) for token in range(tokens)]
+    words = np.packbits(kept, axis=1, bitorder="little").view(np.int32)
+    marked = torch.from_numpy(np.column_stack((np.array(rows, np.int32), words))).to(device)
+    expected = x.clone()
+    for row, bits in zip(rows, kept, strict=True):
+        expected[row, torch.from_numpy(~bits).to(device)] = -torch.inf
+    kernels.forbid(x, marked)
+    assert torch.equal(x, expected)
+    kernels.forbid(x, marked[:0])
+    assert torch.equal(x, expected)
 
 
 def check_add_and_soft_cap(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, width: int) -> None:

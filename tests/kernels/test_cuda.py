@@ -70,6 +70,11 @@ def test_store_of_latents(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_store_of_latents(kernels, DEVICE, dtype)
 
 
+@pytest.mark.parametrize("tokens", [64, 4096, 4160])
+def test_forbid(kernels: CudaKernels, tokens: int) -> None:
+    operations.check_forbid(kernels, DEVICE, tokens)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_and_soft_cap(kernels: CudaKernels, dtype: torch.dtype) -> None:
     operations.check_add_and_soft_cap(kernels, DEVICE, dtype, 3, 40)

@@ -20,6 +20,11 @@ from tests.kernels.steps import cache_of, random, step_of
 REFERENCE = ReferenceKernels()
 
 
+@pytest.mark.parametrize("tokens", [64, 4160])
+def test_forbid(tokens: int) -> None:
+    operations.check_forbid(REFERENCE, "cpu", tokens)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_torchs_over_the_stored_context(window: int | None) -> None:
     """A whole prompt of two sequences, stored through the cache, against scaled_dot_product_attention."""

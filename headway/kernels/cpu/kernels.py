@@ -27,12 +27,14 @@ from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
+    Forbid,
     LayerCache,
     Linear,
     SinkQueries,
     StepGeometry,
     check_heads,
 )
+from headway.kernels.reference import forbid
 from headway.kernels.weights import SILU, Gate, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
@@ -222,6 +224,11 @@ class CpuKernels(FurtherKernels):
             way = self._choice.way(BFLOAT16, "attention")
         on_tiles = way.least_on_tiles > 0
         return cpu_attention.attend_job(KINDS[dtype], way.kind, on_tiles), on_tiles
+
+    @property
+    def forbid(self) -> Forbid:
+        """For a sampler without `draw`."""
+        return forbid
 
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
         """See Draw."""

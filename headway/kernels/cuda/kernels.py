@@ -30,6 +30,7 @@ from headway.kernels.reference import TorchKernels, check_unscaled
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
 
 _GATE_BLOCK = 1024
+_FORBID_BLOCK = 4096  # tokens
 # Triton's interpreter has no device to ask. Its number of multiprocessors is small, so that splits occur in tests.
 _INTERPRETED_MULTIPROCESSORS = 8
 
@@ -151,6 +152,13 @@ class CudaKernels(TorchKernels):
                 gate_up, out, width, gate.slope, gate.cubic, gate.limit, gate.shift, BLOCK=_GATE_BLOCK
             )
         return out
+
+    def forbid(self, x: Tensor, marked: Tensor) -> None:
+        """See Forbid; x is dense."""
+        rows, tokens = len(marked), x.shape[1]
+        if rows:
+            grid = (rows, triton.cdiv(tokens, _FORBID_BLOCK))
+            cuda_rows.forbid_kernel[grid](x, tokens, marked, marked.shape[1], BLOCK=_FORBID_BLOCK)
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""

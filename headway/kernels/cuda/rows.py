@@ -57,6 +57,18 @@ def gate_kernel(x, out, width, slope, cubic, limit, shift, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def forbid_kernel(x, tokens, marked, width, BLOCK: tl.constexpr):
+    """Logits that are not allowed become -inf, program (marked row, block of tokens); the others are not touched."""
+    marks = marked + tl.program_id(0).to(tl.int64) * width
+    row = tl.load(marks).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    word = tl.load(marks + 1 + token // 32, mask=inside, other=0)
+    forbidden = ((word >> (token % 32)) & 1) == 0
+    tl.store(x + row * tokens + token, -float("inf"), mask=inside & forbidden)
+
+
+@triton.jit
 def rotate_kernel(
     query, query_stride, key, key_stride, cos, sin, positions, last,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.runner import BEFORE, Outcome, run
+from benchmarks.gpu.runner import BEFORE, Outcome, run, run_shared
 
 PRELUDE = """
     import json, os, signal, sys, time
@@ -155,3 +155,29 @@ def test_what_the_time_does_not_suffice_for_is_left_and_run_another_time(runs: R
     runs(script.replace("SECONDS", "0"), first)
     assert list(first.tasks) == ["a", "slow", "c"] and not first.left and not first.cut
     assert first.tasks["a"] is before
+
+
+def test_processes_share_the_tasks_of_a_part(tmp_path: Path) -> None:
+    """Each task is run once, by one of them; what ends one process leaves the others alone."""
+    file, log = tmp_path / "part.py", tmp_path / "log"
+    file.write_text("""
+import os, sys
+from pathlib import Path
+import json
+from benchmarks.gpu import part
+
+def crash():
+    print("gone", flush=True)
+    os._exit(3)
+
+names = [f"task {number}" for number in range(9)]
+tasks = {name: (lambda: [{"process": os.getpid()}]) for name in names} | {"task 4": crash}
+part.run(tasks, json.loads(Path(sys.argv[2]).read_text()), part.Lines(Path(sys.argv[1])))
+""")
+    outcome = Outcome({"task 8": {"rows": [], "seconds": 1.0}})
+    run_shared(lambda *files: [sys.executable, str(file), *map(str, files)], outcome, log, tmp_path, 30.0, 20.0, 3)
+    assert sorted(outcome.tasks) == [f"task {number}" for number in range(9)]
+    assert list(outcome.errors) == ["task 4"] and "exit code 3" in outcome.errors["task 4"]
+    assert not outcome.left and not outcome.cut and "gone" in log.read_text()
+    processes = [outcome.tasks[f"task {number}"]["rows"][0]["process"] for number in (0, 3, 1, 2, 5)]
+    assert processes[0] == processes[1] and processes[3] == processes[4] and len(set(processes)) == 3
