@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -274,15 +275,15 @@ def random_experts(dtype: torch.dtype, count: int, hidden: int, width: int) -> t
     )
 
 
+def products_on(device: str, products: list[Product], scheme: str = "none") -> Iterator[Product]:
+    """The same products on another device, to be rounded as the scheme says."""
+    return ((Weight(w.parts[0].clone().to(device), scheme), None if b is None else b.to(device)) for w, b in products)
+
+
 def check_mixture(kernels: Kernels, device: str, dtype: torch.dtype, tokens: int, scheme: str = "none") -> None:
     """Each token through its experts alone, and a shared one; alone a token gets the same. What is done is counted."""
     gate_up, down = random_experts(dtype, 6, 40, 21)
-
-    def there(products: list[Product]) -> Iterator[Product]:
-        return (
-            (Weight(w.parts[0].clone().to(device), scheme), None if b is None else b.to(device)) for w, b in products
-        )
-
+    there = partial(products_on, device, scheme=scheme)
     x, shared = random(4, dtype, tokens, 40), random(5, dtype, tokens, 40)
     shares = random(6, torch.float32, tokens, 3).softmax(1)
     order = torch.rand(tokens, 5, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :2]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.interface import Mixture
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, SILU, Groups, Product, Weight
 from tests.kernels import operations
@@ -215,10 +216,16 @@ def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dty
             assert relative_error(got, expected.double()) < 3 * ROUNDING[dtype]
 
 
+def mixtures_of_both(kernels: CudaKernels) -> list[Mixture]:
+    """The same six experts, on the device under test and for the reference."""
+    experts = operations.random_experts(torch.float32, 6, 40, 21)
+    ours = (operations.products_on(DEVICE, each) for each in experts)
+    return [kernels.mixture(*ours, 6), REFERENCE.mixture(*experts, 6)]
+
+
 def test_a_single_choice_of_sorted_experts_is_read_where_it_stands(kernels: CudaKernels) -> None:
     """It is a column of all choices in order, as routers make it: its numbers do not lie one behind the other."""
-    experts = operations.random_experts(torch.float32, 6, 40, 21)
-    of_both = [each.mixture(*experts, 6) for each in (kernels, REFERENCE)]
+    of_both = mixtures_of_both(kernels)
     x, logits = random(4, torch.float32, 9, 40).to(DEVICE), random(5, torch.float32, 9, 6).to(DEVICE)
     ours = of_both[0](x, *kernels.route(logits, 1, True, False), None)
     theirs = of_both[1](x.cpu(), *REFERENCE.route(logits.cpu(), 1, True, False), None)
@@ -226,12 +233,12 @@ def test_a_single_choice_of_sorted_experts_is_read_where_it_stands(kernels: Cuda
 
 
 def test_routing_counts_are_those_of_the_reference(kernels: CudaKernels) -> None:
-    of_both = [each.mixture(*operations.random_experts(torch.float32, 6, 40, 21), 6) for each in (kernels, REFERENCE)]
+    of_both = mixtures_of_both(kernels)
     before = [each.routing_counts() for each in (kernels, REFERENCE)]
     for tokens in (1, 1, 9, 3):
         x, weights = random(4, torch.float32, tokens, 40), random(6, torch.float32, tokens, 2).softmax(1)
         chosen = torch.rand(tokens, 5, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :2]
-        for mixture in of_both:
-            mixture(x, chosen, weights, None)
+        for mixture, device in zip(of_both, (DEVICE, "cpu"), strict=True):
+            mixture(x.to(device), chosen.to(device), weights.to(device), None)
     ours, theirs = (each.routing_counts().since(b) for each, b in zip((kernels, REFERENCE), before, strict=True))
     assert ours == theirs and ours[0] == 4
