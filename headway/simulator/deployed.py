@@ -13,12 +13,12 @@ from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.cost.hardware import Hardware
 from headway.cost.loading import HOST_LINK_SHARE
 from headway.cost.timing import Deployment
-from headway.flags import Flag, limit, size
+from headway.flags import Flag, size
 from headway.planner.engines import HEADWAY, EngineProfile, find_profile
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, draft_of, find_hardware, resolve
 from headway.planner.words import gigabytes
-from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.admission.queue_bound import QueuedRequests, QueuedTokens, QueueLimits
 from headway.policy.admission.quota import Quotas
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
@@ -49,7 +49,6 @@ def chances(text: str) -> tuple[float, ...]:
 
 _deployment, _engine = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Engine")
 _server = functools.partial(Flag, panel="Server")
-_limit = functools.partial(_server, parse=limit, metavar="N|none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +98,8 @@ class ServerOptions(DeploymentOptions):
         TenantFile | None,
         _server("TOML file with tenants, their limits and weights.", parse=read_tenant_file, metavar="FILE"),
     ] = None
-    max_num_queued_reqs: Annotated[
-        float | None,
-        _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs."),
-    ] = None
-    max_num_queued_tokens: Annotated[
-        float | None,
-        _limit("Limit of prompt tokens whose output has not begun; above it, 429. Default: 8 times the KV cache."),
-    ] = None
+    max_num_queued_reqs: QueuedRequests = None
+    max_num_queued_tokens: QueuedTokens = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
+from headway.flags import Flag, limit
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.objectives.service_class import ClassTable
 
@@ -24,6 +26,16 @@ HEADROOM = 0.25
 # A tenant of weight 1 may have this many times what is free of the bound on all.
 TENANT_SHARE = 4
 _RATE_WINDOW_NS = 10e9
+
+_limit = partial(Flag, panel="Server", parse=limit, metavar="N|none")
+# What an operator says of both; infinite for no limit, None for what suits the engine.
+QueuedRequests = Annotated[
+    float | None, _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs.")
+]
+QueuedTokens = Annotated[
+    float | None,
+    _limit("Limit of prompt tokens whose output has not begun; above it, 429. Default: 8 times the KV cache."),
+]
 
 
 @dataclass(frozen=True, slots=True)

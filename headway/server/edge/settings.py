@@ -9,11 +9,11 @@ from typing import Annotated
 
 from headway.config_files.classes import ClassFile, read_class_file
 from headway.config_files.tenants import TenantFile, read_tenant_file
-from headway.flags import Flag, limit, listed, said, size
+from headway.flags import Flag, listed, said, size
+from headway.policy.admission.queue_bound import QueuedRequests, QueuedTokens
 
 flag = functools.partial(Flag, panel="Server")
 sized = functools.partial(flag, parse=size, metavar="SIZE")
-_limit = functools.partial(flag, parse=limit, metavar="N|none")
 
 
 @dataclass(slots=True)
@@ -105,14 +105,8 @@ class EdgeSettings:
         list[str], flag("Header that such pages may send. Default: all.", parse=listed, repeated=True)
     ] = field(default_factory=list)
     allow_credentials: Annotated[bool, flag("Let such pages send cookies.")] = False
-    max_num_queued_reqs: Annotated[
-        float | None,
-        _limit("Limit of requests (times n) in the server; above it, 429. Default: 8 times --max-num-seqs."),
-    ] = None
-    max_num_queued_tokens: Annotated[
-        float | None,
-        _limit("Limit of prompt tokens whose output has not begun; above it, 429. Default: 8 times the KV cache."),
-    ] = None
+    max_num_queued_reqs: QueuedRequests = None
+    max_num_queued_tokens: QueuedTokens = None
     max_body_size: Annotated[int, sized("Largest request body.", default="8M")] = 8 * 2**20
     request_read_timeout: Annotated[
         float, flag("Seconds to receive a whole request, from its first byte.", min=0.1)
