@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +23,7 @@ from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.edge.streaming import wait_until_gone
+from headway.server.edge.streaming import WHEN_GONE
 from headway.server.errors import ApiError, ClientGone
 
 EXPOSITION_EVERY_S = 0.1
@@ -36,12 +34,14 @@ _ELSEWHERE = {
 }
 
 
+Answer = Response | Relay
+
+
 class Application:
     """An ASGI application over a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._gone: dict[Exchange, asyncio.Task[None]] = {}  # each is done when the client has gone
         exposition = partial(gateway.metrics.exposition, bool(gateway.settings.metrics_keys))
         self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
         self._gets: dict[str, Callable[[], Response]] = {
@@ -58,7 +58,7 @@ class Application:
             return
         path: str = scope["path"]
         try:
-            answer = await self._answer(Request(scope, receive), scope["method"], path)
+            answer: Answer = await self._answer(Request(scope, receive), scope["method"], path)
         except ApiError as error:
             self._gateway.metrics.refused(error)
             answer = error.response(path)
@@ -66,7 +66,7 @@ class Application:
             answer = Response(status_code=499)
         await answer(scope, receive, send)
 
-    async def _answer(self, request: Request, method: str, path: str) -> Response:
+    async def _answer(self, request: Request, method: str, path: str) -> Answer:
         api = POSTS.get(path)
         if api is not None:
             return await self._pass_on(request, path, api) if method == "POST" else _not_allowed(method, path, "POST")
@@ -84,7 +84,7 @@ class Application:
 
     # --- requests that are passed on ----------------------------------------------------------------------
 
-    async def _pass_on(self, request: Request, path: str, api: Api) -> Response:
+    async def _pass_on(self, request: Request, path: str, api: Api) -> Answer:
         gateway, access = self._gateway, request.scope[ACCESS]
         gateway.check_up()
         if api.is_work:
@@ -96,7 +96,7 @@ class Application:
         exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end)
         return await self._run(request, exchange, api)
 
-    async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Response:
+    async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Answer:
         home = self._gateway.home_of(response_id)
         if not home:
             raise ApiError(404, f"no response {response_id} is known here", code="response_not_found")
@@ -107,17 +107,15 @@ class Application:
             request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms(), self._end), api
         )
 
-    async def _run(self, request: Request, exchange: Exchange, api: Api) -> Response:
+    async def _run(self, request: Request, exchange: Exchange, api: Api) -> Answer:
         gateway = self._gateway
         gateway.begin()
-        gone = asyncio.create_task(wait_until_gone(request.receive))
-        gone.add_done_callback(exchange.leave)
-        self._gone[exchange] = gone
+        request.scope[WHEN_GONE](exchange.leave)
         streams = False
         try:
             gateway.enlist(exchange)
             if api.is_work:
-                exchange.enter()
+                await exchange.enter()
             answer = await exchange.answer()
             streams = isinstance(answer, Relay)
             return answer
@@ -126,7 +124,6 @@ class Application:
                 self._end(exchange)
 
     def _end(self, exchange: Exchange) -> None:
-        self._gone.pop(exchange).cancel()
         exchange.release()
         self._gateway.end()
 
@@ -136,7 +133,7 @@ class Application:
         if gateway.has_files:
             return terms_of(gateway.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
         ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
-        return replace(self._default_terms(), ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
+        return Terms(gateway.classes.table.default_class, ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
 
     def _default_terms(self) -> Terms:
         return Terms(self._gateway.classes.table.default_class)

@@ -22,14 +22,11 @@ EVENT_STREAM = b"text/event-stream"
 
 @dataclass(slots=True)
 class Head:
-    """The status of an answer, and its headers, with names in lower case."""
+    """The status of an answer, its headers, with names in lower case, and whether it comes as events."""
 
     status: int
     headers: dict[bytes, bytes]
-
-    @property
-    def is_stream(self) -> bool:
-        return self.status == 200 and self.headers.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+    is_stream: bool
 
 
 class Attempt:
@@ -81,24 +78,16 @@ class Attempt:
         """Send the request and wait until `ready`. A connection that had been idle may be found closed: then a new one
         is made. Raises UpstreamFailed.
         """
-        member = self.member
-        timeout_s = member.pool.timeouts.first_byte_s
-        connection, was_used = await member.connection()
-        if self._given_up is not None:
-            connection.drop()
-            raise self._given_up
-        self._connection, self.sent_ns = connection, clock()
-        self._connection.ask(request, self, timeout_s)
+        kept = self.member.pool.idle()
         try:
-            return await self.ready
+            return await self._ask(kept, request)
         except UpstreamFailed as error:
-            if not (was_used and error.is_unheard):
+            if kept is None or not error.is_unheard:
                 raise
-        member.outcomes["resent"] += 1
+        self.member.outcomes["resent"] += 1
         self.ready, self.done = self.ready.get_loop().create_future(), self.done.get_loop().create_future()
-        self._connection = await member.pool.connect()
-        self._connection.ask(request, self, timeout_s)
-        await self.ready
+        self._connection = None
+        await self._ask(None, request)
 
     def attach(self, writer: EventWriter) -> None:
         """Hand what has come to the writer, and from now on what comes."""
@@ -150,7 +139,9 @@ class Attempt:
     # --- what the connection calls ----------------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.head = Head(status, dict(headers))
+        found = dict(headers)
+        is_stream = status == 200 and found.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+        self.head = Head(status, found, is_stream)
 
     def on_piece(self, data: bytes) -> None:
         assert self.head is not None
@@ -180,6 +171,16 @@ class Attempt:
         self._finish(failure)
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    async def _ask(self, kept: Connection | None, request: bytes) -> None:
+        pool = self.member.pool
+        connection = await pool.connect() if kept is None else kept
+        if self._given_up is not None:
+            connection.drop()
+            raise self._given_up
+        self._connection, self.sent_ns = connection, self.sent_ns or clock()
+        connection.ask(request, self, pool.timeouts.first_byte_s)
+        await self.ready
 
     def _note_token(self) -> None:
         now = self.first_token_ns = clock()

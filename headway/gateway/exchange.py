@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable
@@ -13,35 +12,22 @@ from starlette.responses import Response
 
 from headway.gateway.asked import Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
-from headway.gateway.events import ABSENT, EventReader, Part, decode_part, is_error
+from headway.gateway.events import ABSENT, EventReader, Part, is_error
+from headway.gateway.failures import BUSY, error_event, error_of, is_fault, is_json, part_of
 from headway.gateway.gateway import Gateway
 from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
+from headway.gateway.passing import Headers, request_to, returned
 from headway.gateway.relay import Relay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.admission.queue_bound import Place
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
-from headway.server.edge.edge import REQUEST_ID
-from headway.server.edge.streaming import EventWriter, event
-from headway.server.errors import ApiError, ClientGone, anthropic_error, unavailable
+from headway.server.edge.streaming import EventWriter
+from headway.server.errors import ApiError, ClientGone, unavailable
 from headway.server.quotas import Charge
 
-# Headers that are passed on, each way; of others only those that begin like these.
-PASSED = (b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate")
-PASSED_LIKE = (b"anthropic-", b"openai-", b"x-headway-", b"x-llm-d-", b"x-session-id", b"x-stainless-")
-RETURNED = (b"content-type", b"retry-after", b"retry-after-ms")
-RETURNED_LIKE = (b"anthropic-", b"openai-", b"x-headway-", b"x-llm-d-")
-# Answers of a backend that cannot serve this request now, while another one may.
-BUSY = (429, 502, 503, 504)
-# Codes of a 503 by which a class refuses what would be late.
-LATE = ("deadline_unreachable", "queue_timeout")
-_OWN = (b"x-headway-backend", b"x-headway-ignored-headers")
 logger = logging.getLogger("headway.server")
-
-
-class _Coded(msgspec.Struct):
-    code: str | None = None
 
 
 class Exchange:
@@ -71,7 +57,7 @@ class Exchange:
         self.charge: Charge | None = None
         self._hides_usage = False
         self._abort: ApiError | None = None
-        self._is_gone = False
+        self._is_gone = self._has_ended = False
         self._attempt: Attempt | None = None
 
     # --- the end, from outside --------------------------------------------------------------------------
@@ -83,15 +69,15 @@ class Exchange:
         if attempt is not None:
             attempt.give_up(UpstreamFailed("aborted", error.message))
 
-    def leave(self, gone: asyncio.Future[None]) -> None:
+    def leave(self) -> None:
         """Note that the client has gone."""
-        if not gone.cancelled():
-            self._is_gone = True
-            if self._attempt is not None:
-                self._attempt.give_up(UpstreamFailed("gone", "the client went away"))
+        self._is_gone = True
+        if self._attempt is not None and not self._has_ended:
+            self._attempt.give_up(UpstreamFailed("gone", "the client went away"))
 
     def release(self) -> None:
-        """Give back all that it holds; may be called again."""
+        """Give back all that it holds."""
+        self._has_ended = True
         if self._attempt is not None:
             self._attempt.end("cancelled", None)
             self._gateway.let_go(self._attempt.member)
@@ -105,7 +91,7 @@ class Exchange:
 
     # --- attempts ---------------------------------------------------------------------------------------
 
-    async def answer(self) -> Response:
+    async def answer(self) -> Response | Relay:
         """The answer, or the stream that will make it. Raises ApiError, and ClientGone."""
         gateway, tried, attempts = self._gateway, set[Member](), 0
         gateway.retries.earn()
@@ -121,7 +107,7 @@ class Exchange:
             tried.add(member)
             attempts += 1
             try:
-                await attempt.begin(self._request_for(member))
+                await attempt.begin(request_to(member, self._request, self._path, self._own_headers(member), self._raw))
             except UpstreamFailed as error:
                 if self._is_gone:
                     break
@@ -135,7 +121,7 @@ class Exchange:
             head = attempt.head
             assert head is not None
             if head.status in BUSY and self._may_retry(attempts, serving, tried):
-                attempt.end(f"status_{head.status}", _is_fault(head.status, bytes(attempt.body)))
+                attempt.end(f"status_{head.status}", is_fault(head.status, bytes(attempt.body)))
                 gateway.metrics.retried(f"status_{head.status}")
                 continue
             return self._streamed(attempt, head) if head.is_stream else self._whole(attempt, head)
@@ -158,30 +144,6 @@ class Exchange:
                 1,
             )
 
-    def _request_for(self, member: Member) -> bytes:
-        """The bytes that are sent to a backend."""
-        entry, raw = member.entry, self._raw
-        shown = f"[{entry.host}]" if ":" in entry.host else entry.host
-        is_usual = entry.port == (443 if entry.is_tls else 80)
-        query = self._request.scope["query_string"]
-        target = f"{entry.prefix}{self._path}".encode() + (b"?" + query if query else b"")
-        lines = [
-            b"%b %b HTTP/1.1" % (self._request.method.encode(), target),
-            b"host: %b" % (shown if is_usual else f"{shown}:{entry.port}").encode(),
-            b"accept-encoding: identity",
-            b"x-request-id: %b" % self._request.scope[REQUEST_ID].encode(),
-        ]
-        own = self._own_headers(member)
-        for name, value in self._request.scope["headers"]:
-            if (name in PASSED or name.startswith(PASSED_LIKE)) and name not in own:
-                lines.append(b"%b: %b" % (name, value))
-        lines += [b"%b: %b" % pair for pair in own.items() if pair[1]]
-        if entry.key:
-            lines.append(b"authorization: Bearer %b" % entry.key.encode())
-        if raw or self._request.method == "POST":
-            lines.append(b"content-length: %d" % len(raw))
-        return b"\r\n".join(lines) + b"\r\n\r\n" + raw
-
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
         """Headers that say what the gateway has decided; empty ones are not passed on."""
         if not self._gateway.has_files:
@@ -200,22 +162,18 @@ class Exchange:
 
     # --- answers ----------------------------------------------------------------------------------------
 
-    def _headers(self, attempt: Attempt, head: Head) -> dict[str, str]:
-        found = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in head.headers.items()
-            if (name in RETURNED or name.startswith(RETURNED_LIKE)) and name not in _OWN
-        }
-        found["x-headway-backend"] = attempt.member.label
+    def _headers(self, attempt: Attempt, head: Head) -> Headers:
+        found = returned(head, attempt.member)
         if self._gateway.quotas is not None:
-            found |= self._gateway.quotas.headers(self.terms.tenant)
+            told = self._gateway.quotas.headers(self.terms.tenant)
+            found += [(name.encode(), value.encode()) for name, value in told.items()]
         return found
 
     def _whole(self, attempt: Attempt, head: Head) -> Response:
         """The answer in one piece. Raises ApiError where the backend's is none."""
         body, ended_ns, status = bytes(attempt.body), clock(), head.status
-        part = _part_of(body)
-        if part is None and not _is_json(body):
+        part = part_of(body)
+        if part is None and not is_json(body):
             attempt.end("malformed", status < 400 or status >= 500)
             failure = UpstreamFailed("malformed", f"its answer with status {status} is not JSON")
             raise self._error(attempt.member, failure, status if status >= 400 else 502)
@@ -224,13 +182,16 @@ class Exchange:
             failure = UpstreamFailed("malformed", f"its answer has status {status}, and redirects are not followed")
             raise self._error(attempt.member, failure)
         is_ok = status < 300 and not (part is not None and is_error(part))
-        attempt.end("ok" if is_ok else f"status_{status}", _is_fault(status, body) or (status < 300 and not is_ok))
+        attempt.end("ok" if is_ok else f"status_{status}", is_fault(status, body) or (status < 300 and not is_ok))
         headers = self._headers(attempt, head)
         if is_ok and part is not None:
             self._settle(attempt, part)
-            body, headers["server-timing"] = self._told(attempt, head, body, part, ended_ns)
+            body, timing = self._told(attempt, head, body, part, ended_ns)
+            headers.append((b"server-timing", timing.encode()))
         self._count(attempt)
-        return Response(body, head.status, headers)
+        answer = Response(body, head.status)
+        answer.raw_headers += headers
+        return answer
 
     def _told(self, attempt: Attempt, head: Head, body: bytes, part: Part, ended_ns: int) -> tuple[bytes, str]:
         """The body with the joined ledger, where it has one, and the ledger as a header."""
@@ -242,8 +203,8 @@ class Exchange:
 
     def _streamed(self, attempt: Attempt, head: Head) -> Relay:
         timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
-        headers = self._headers(attempt, head) | {"server-timing": timing}
-        headers["content-type"] = "text/event-stream; charset=utf-8"
+        headers = [pair for pair in self._headers(attempt, head) if pair[0] != b"content-type"]
+        headers.append((b"server-timing", timing.encode()))
         return Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
 
     def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
@@ -261,7 +222,7 @@ class Exchange:
             logger.warning("a stream of %s failed: %s", attempt.member.entry.name, failure)
             if self.charge is not None:
                 self.charge.settle(None)
-            writer.push(_error_event(self._api, self._error(attempt.member, failure)))
+            writer.push(error_event(self._api, self._error(attempt.member, failure)))
 
     # --- what comes -------------------------------------------------------------------------------------
 
@@ -302,54 +263,20 @@ class Exchange:
         outputs = usage.completion_tokens + usage.output_tokens
         self.charge.settle(usage.tokens, [outputs // self.ask.choices] * self.ask.choices if outputs else ())
 
-    def enter(self) -> None:
+    async def enter(self) -> None:
         """Take a place in the queue, and reserve what it is expected to use. Raises ApiError 429 where none is left."""
         quotas, body, admission = self._gateway.quotas, self._body, self._gateway.admission
-        self._place = admission.admit(body.choices, self.terms.service, self.terms.tenant)
-        admission.add_prompts(self._place, [self.ask.tokens])
+        self._place = admission.admit(body.choices, self.terms.service, self.terms.tenant, [self.ask.tokens])
         if quotas is None:
             return
         outputs = [(body.choices, body.most_output)] if self._api.streams else []
-        self.charge = quotas.reserve(self.terms.tenant, self.ask.tokens, outputs)
+        self.charge = await quotas.reserved(self.terms.tenant, self.ask.tokens, outputs)
         options = body.stream_options
         if self._api.streams == "openai" and body.stream and not (options is not None and options.include_usage):
             self._raw, self._hides_usage = with_usage(self._raw), True
 
     def _error(self, member: Member, failure: UpstreamFailed, status: int = 502) -> ApiError:
-        """What the client is told of a backend's failure."""
-        if self._abort is not None:
-            return self._abort
-        codes = {"timeout": (504, "backend_timeout"), "connect": (502, "backend_unreachable")}
-        status, code = codes.get(failure.kind, (status, "backend_failed"))
-        return ApiError(status, f"backend {member.entry.name}: {failure}", code=code, kind="backend_error")
-
-
-def _part_of(body: bytes) -> Part | None:
-    try:
-        return decode_part(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def _is_json(body: bytes) -> bool:
-    try:
-        msgspec.json.decode(body, type=msgspec.Raw)
-    except (msgspec.MsgspecError, RecursionError):
-        return False
-    return True
-
-
-def _is_fault(status: int, body: bytes) -> bool:
-    """Whether a backend that answers like this is at fault. One that has no room, or no time, is not."""
-    if status != 503:
-        return status >= 500
-    part = _part_of(body)
-    if part is None or part.error is ABSENT:
-        return True
-    try:
-        return msgspec.json.decode(part.error, type=_Coded).code not in LATE
-    except msgspec.MsgspecError:
-        return True
+        return self._abort or error_of(member, failure, status)
 
 
 def with_field(body: bytes, name: bytes, old: msgspec.Raw, new: bytes) -> bytes:
@@ -357,13 +284,3 @@ def with_field(body: bytes, name: bytes, old: msgspec.Raw, new: bytes) -> bytes:
     given = bytes(old)
     at = body.find(given, max(0, body.rfind(b'"%b"' % name)))
     return body if at < 0 else body[:at] + new + body[at + len(given) :]
-
-
-def _error_event(api: Api, error: ApiError) -> bytes:
-    """The last event of a stream that has failed, as clients of the API expect it."""
-    if api.streams == "messages":
-        return b"event: error\n" + event(msgspec.json.encode(anthropic_error(error)))
-    if api.streams == "responses":
-        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return b"event: error\n" + event(msgspec.json.encode(told))
-    return event(msgspec.json.encode(error.body()))

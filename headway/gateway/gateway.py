@@ -41,8 +41,8 @@ class Gateway(Door):
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        super().__init__(settings)
         self.settings, self.file = settings, settings.file
+        super().__init__(settings)
         self.bodies = Bodies(settings.max_body_size)
         self.pace = Pace(BEGUN_PER_TURN)
         self.members: dict[str, Member] = {}
@@ -236,6 +236,9 @@ class Gateway(Door):
 
     async def close(self) -> None:
         """Close what is open."""
+        self.full_collections.stop()
+        if self.quotas is not None:
+            await self.quotas.drained()
         self.end_background()
         for member in self.members.values():
             member.pool.close()

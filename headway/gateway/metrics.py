@@ -13,7 +13,7 @@ from headway.gateway.member import Member, clock
 from headway.server.errors import ApiError
 from headway.server.metrics.families import Families
 from headway.server.metrics.tenants import TenantMetrics
-from headway.server.quotas import TenantQuotas
+from headway.server.quotas import Budgets
 
 SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
@@ -36,7 +36,7 @@ class GatewayMetrics:
     def __init__(
         self,
         prefix: str,
-        quotas: TenantQuotas | None,
+        quotas: Budgets | None,
         members: Callable[[], Mapping[str, Member]],
         state_of: Callable[[Member, int], str],
     ) -> None:

@@ -240,8 +240,9 @@ class Place:
 
     def close(self, now: int) -> None:
         """Give everything back; may be called again."""
-        self._give_back(now, self._choices, sum(self._prompts))
-        self._choices, self._prompts = 0, [0] * len(self._prompts)
+        if self._choices or any(self._prompts):
+            self._give_back(now, self._choices, sum(self._prompts))
+            self._choices, self._prompts = 0, [0] * len(self._prompts)
 
 
 class Queues:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,12 +79,12 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                answer = MutableHeaders(scope=message)
-                answer["x-request-id"] = id_
+                answer = [*message.get("headers", ()), (b"x-request-id", id_.encode("latin-1"))]
                 if message["status"] == 413:  # what still comes of the body is not wanted
-                    answer["connection"] = "close"
+                    answer.append((b"connection", b"close"))
                 if ignored:
-                    answer["x-headway-ignored-headers"] = ", ".join(ignored)
+                    answer.append((b"x-headway-ignored-headers", ", ".join(ignored).encode("latin-1")))
+                message["headers"] = answer
             await send(message)
 
         try:
