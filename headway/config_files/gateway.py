@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
+from headway.config_files.toml import check_keys, check_strings, number, parse, read_text, whole_number
 from headway.policy.fleet.health import HealthRule
 from headway.policy.fleet.routing import scorers_of
 from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
@@ -17,13 +18,15 @@ from headway.policy.objectives.service_class import InvalidEntry, entries_of, wi
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
-FILE_KEYS = ("routing", "retries", "timeouts", "health", "backend")
+FILE_KEYS = ("routing", "retries", "timeouts", "health", "shared", "backend")
 _KEYS = (
     *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
     *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve"),
 )
 _TIMEOUTS = ("connect_s", "first_byte_s", "stall_s", "keep_alive_s")
 _HEALTH = ("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s")
+WHEN_DOWN, REDIS_URLS = ("refuse", "allow"), ("redis://", "rediss://", "unix://")
+_SHARED = ("redis", "redis_env", "when_down", "timeout_s", "lease_s", "prefix")
 _NAME, _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile(r"[!-~]{1,4096}")
 
 
@@ -86,11 +89,31 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Where several gateways keep what tenants have used.
+
+    Args:
+        redis: the URL of a Redis; empty where this gateway counts for itself.
+        when_down: what happens to requests while Redis does not answer: refuse | allow
+        timeout_s: seconds that a request waits for Redis.
+        lease_s: what a gateway has reserved is given back when nothing was heard of it for so many seconds.
+        prefix: what the keys begin with; gateways with one prefix share.
+    """
+
+    redis: str = field(default="", repr=False)
+    when_down: str = "refuse"
+    timeout_s: float = 0.5
+    lease_s: float = 60.0
+    prefix: str = "headway"
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayFile:
     """The contents of a file of a gateway.
 
     Args:
         retries: how often a request of whose answer nothing has come is sent again.
+        shared: what it shares with other gateways.
         path: where it was read.
     """
 
@@ -99,6 +122,7 @@ class GatewayFile:
     retries: int = 2
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
+    shared: Shared = field(default_factory=Shared)
     path: str = ""
 
 
@@ -137,24 +161,50 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
     if "failures" in health:
         with within("health"):
             health["failures"] = whole_number(health, "failures", 1, 1000)
-    return GatewayFile(tuple(backends), routing, retries, Timeouts(**times), HealthRule(**health), path)
+    return GatewayFile(
+        tuple(backends), routing, retries, Timeouts(**times), HealthRule(**health), _shared(content), path
+    )
 
 
-def _numbers(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def _table(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
     given = content.get(table, {})
     if not isinstance(given, dict):
         raise InvalidEntry(f"{table} must be a table; write [{table}]", table)
     with within(table):
         check_keys(given, keys, table)
+    return given
+
+
+def _numbers(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    given = _table(content, table, keys)
+    with within(table):
         return {key: number(given, key, 0.01) for key in given}
+
+
+def _shared(content: Mapping[str, Any]) -> Shared:
+    given, usual = _table(content, "shared", _SHARED), Shared()
+    if "shared" not in content:
+        return usual
+    with within("shared"):
+        check_strings(given, ("redis", "redis_env", "when_down", "prefix"))
+        url = _secret(given, "redis", "redis_env")
+        if not url.startswith(REDIS_URLS):  # not shown: it may have a password
+            raise InvalidEntry("the address of Redis must be like redis://10.0.0.9:6379/0", "redis")
+        if (when_down := given.get("when_down", usual.when_down)) not in WHEN_DOWN:
+            raise InvalidEntry(f"when_down is {when_down!r}; choose one of {', '.join(WHEN_DOWN)}", "when_down")
+        if not _NAME.fullmatch(prefix := given.get("prefix", usual.prefix)):
+            raise InvalidEntry(f"prefix is {prefix!r:.80}; give letters, digits, dots, underscores, hyphens", "prefix")
+        if importlib.util.find_spec("redis") is None:
+            raise InvalidEntry("this needs the package redis; install headway[redis]")
+        timeout_s = number(given, "timeout_s", 0.01, 60) if "timeout_s" in given else usual.timeout_s
+        lease_s = number(given, "lease_s", 1) if "lease_s" in given else usual.lease_s
+    return Shared(url, when_down, timeout_s, lease_s, prefix)
 
 
 def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
     """The backend that a table describes. Raises InvalidEntry."""
     check_keys(entry, _KEYS, "a backend")
-    for key in ("name", "url", "kind", "key", "key_env", "health_path"):
-        if not isinstance(entry.get(key, ""), str):
-            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be a string", key)
+    check_strings(entry, ("name", "url", "kind", "key", "key_env", "health_path"))
     if not _NAME.fullmatch(name := entry.get("name", "")):
         raise InvalidEntry(f"name is {name!r:.80}; give 1 to 64 letters, digits, dots, underscores and hyphens", "name")
     kind, path = entry.get("kind", "openai"), entry.get("health_path", "/health")
@@ -192,15 +242,20 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
 
 
 def _key(entry: Mapping[str, Any]) -> str:
-    key, variable = entry.get("key", ""), entry.get("key_env", "")
-    if key and variable:
-        raise InvalidEntry("key and key_env are both there; give one of them", "key_env")
-    if variable and not os.environ.get(variable):
-        raise InvalidEntry(f"key_env names {variable!r}, which is not in the environment", "key_env")
-    key = key or os.environ.get(variable, "")
+    key = _secret(entry, "key", "key_env")
     if key and not _VALUE.fullmatch(key):  # not shown: it is a secret
         raise InvalidEntry("the key has characters that a header cannot carry; give it without blanks", "key")
     return key
+
+
+def _secret(entry: Mapping[str, Any], name: str, name_env: str) -> str:
+    """What a key of the file says, or the environment variable that another key names; empty for neither."""
+    said, variable = entry.get(name, ""), entry.get(name_env, "")
+    if said and variable:
+        raise InvalidEntry(f"{name} and {name_env} are both there; give one of them", name_env)
+    if variable and not os.environ.get(variable):
+        raise InvalidEntry(f"{name_env} names {variable!r}, which is not in the environment", name_env)
+    return said or os.environ.get(variable, "")
 
 
 def _address(url: str) -> tuple[str, str, int, bool, str]:

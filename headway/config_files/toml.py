@@ -77,6 +77,13 @@ def check_keys(entry: Mapping[str, Any], keys: Iterable[str], what: str) -> None
             raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(keys)}", key)
 
 
+def check_strings(entry: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise InvalidEntry for one of these keys whose value is no string."""
+    for key in keys:
+        if not isinstance(entry.get(key, ""), str):
+            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be a string", key)
+
+
 def number(entry: Mapping[str, Any], key: str, least: float, most: float = MOST) -> float:
     """The number of a key, which must be there. Raises InvalidEntry."""
     value = entry.get(key)

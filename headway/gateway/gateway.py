@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
+from dataclasses import replace
 
 from headway.config_files.classes import ClassFile
 from headway.config_files.gateway import BackendEntry, GatewayFile, read_gateway_file
@@ -22,6 +23,7 @@ from headway.server.door import Door
 from headway.server.edge.bodies import Bodies
 from headway.server.edge.pacing import Pace
 from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.quotas import Budgets
 
 # Small requests that may begin in one turn of the event loop; each takes some tenth of a millisecond.
 BEGUN_PER_TURN = 16
@@ -56,6 +58,13 @@ class Gateway(Door):
         )
         self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self.take(settings.file)
+
+    def _quotas_of(self, tenants: TenantFile) -> Budgets:
+        if not self.file.shared.redis:
+            return super()._quotas_of(tenants)
+        from headway.gateway.shared.quotas import SharedQuotas
+
+        return SharedQuotas(tenants.table, self.file.shared)
 
     # --- what the files say -----------------------------------------------------------------------------
 
@@ -125,6 +134,9 @@ class Gateway(Door):
         except ValueError as error:
             logger.error("backends are unchanged: %s", error)
             return self.metrics.on_reload("failed")
+        if file.shared != self.file.shared:
+            logger.error("[shared] is unchanged: restart the gateway to share something else")
+            file = replace(file, shared=self.file.shared)
         self.take(file)
         logger.info("backends are now %s", ", ".join(each.name for each in file.backends))
         self.metrics.on_reload("done")
