@@ -21,7 +21,7 @@ MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
 FILE_KEYS = ("routing", "retries", "timeouts", "health", "shared", "backend")
 _KEYS = (
     *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
-    *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve"),
+    *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve", "batches"),
 )
 _TIMEOUTS = ("connect_s", "first_byte_s", "stall_s", "keep_alive_s")
 _HEALTH = ("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s")
@@ -43,6 +43,7 @@ class BackendEntry:
         min_prompt_tokens, max_prompt_tokens: the prompts that are sent there, by about how many tokens they have.
         health_path: what is asked to see whether it is well; empty where nothing is.
         drain: nothing new is sent there.
+        batches: it has /v1/files and /v1/batches.
         resolve: each address that the host's name has is a backend of its own.
         address: where to connect, if that is not what `host` is looked up as.
     """
@@ -64,6 +65,7 @@ class BackendEntry:
     health_path: str = "/health"
     drain: bool = False
     resolve: bool = False
+    batches: bool = False
     address: str = ""
 
     def at(self, address: str) -> BackendEntry:
@@ -212,7 +214,7 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         raise InvalidEntry(f"kind is {kind!r}; choose one of {', '.join(KINDS)}", "kind")
     if path and not (path.startswith("/") and _VALUE.fullmatch(path)):
         raise InvalidEntry(f'health_path is {path!r}; it must begin with /, or be "" for none', "health_path")
-    for key in ("drain", "resolve"):
+    for key in ("drain", "resolve", "batches"):
         if not isinstance(entry.get(key, False), bool):
             raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be true or false", key)
     models, labels = entry.get("models", []), entry.get("labels", {})
@@ -238,6 +240,7 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         health_path=path,
         drain=entry.get("drain", False),
         resolve=entry.get("resolve", False),
+        batches=entry.get("batches", False),
     )
 
 

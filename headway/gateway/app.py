@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,11 +13,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway import __version__
-from headway.gateway.asked import POSTS, Api, Body, body_of
+from headway.gateway.asked import OF_BATCHES, POSTS, Api, Body, body_of
 from headway.gateway.exchange import Exchange
 from headway.gateway.gateway import Gateway
+from headway.gateway.member import Member
 from headway.gateway.metrics import CONTENT_TYPE
 from headway.gateway.relay import Relay
+from headway.gateway.stored import IS_ID, STORED, model_of_upload
 from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
@@ -27,13 +28,6 @@ from headway.server.edge.streaming import WHEN_GONE
 from headway.server.errors import ApiError, ClientGone
 
 EXPOSITION_EVERY_S = 0.1
-_STORED = re.compile(r"/v1/responses/([\w-]{1,200})(?:/cancel|/input_items)?")
-_ELSEWHERE = {
-    "/v1/files": "; batches are files of one server, so ask a backend itself",
-    "/v1/batches": "; batches are files of one server, so ask a backend itself",
-}
-
-
 Answer = Response | Relay
 
 
@@ -68,10 +62,14 @@ class Application:
 
     async def _answer(self, request: Request, method: str, path: str) -> Answer:
         api = POSTS.get(path)
+        if api is not None and method == "GET" and api.stores in OF_BATCHES:
+            self._gateway.check_up()
+            listed = self._gateway.homes.listed(api.stores, request.scope[ACCESS].tenant, request.query_params)
+            return Response(await listed, media_type="application/json")
         if api is not None:
             return await self._pass_on(request, path, api) if method == "POST" else _not_allowed(method, path, "POST")
-        if stored := _STORED.fullmatch(path):
-            return await self._pass_on_stored(request, path, stored[1])
+        if stored := STORED.fullmatch(path):
+            return await self._pass_on_stored(request, path, stored[1], stored[2])
         if path == "/metrics" and method == "GET":
             return Response(await self._exposition.get(), media_type=CONTENT_TYPE)
         if make := self._gets.get(path):
@@ -79,8 +77,7 @@ class Application:
             return make() if method in ("GET", "HEAD") or is_ping else _not_allowed(method, path, "GET")
         if path.startswith("/v1/models/"):
             return self._model(path.removeprefix("/v1/models/"))
-        hint = next((hint for route, hint in _ELSEWHERE.items() if path.startswith(route)), "")
-        raise ApiError(404, f"there is no {method} {path[:200]}{hint}", code="not_found")
+        raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
 
     # --- requests that are passed on ----------------------------------------------------------------------
 
@@ -92,20 +89,47 @@ class Application:
             if gateway.quotas is not None:
                 gateway.quotas.refuse_if_over(access.tenant)
         async with gateway.bodies.received(request) as received:
-            body, raw = body_of(received), bytes(received)
-        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end)
+            raw = bytes(received)
+            body = Body(model=model_of_upload(raw)) if api.stores == "files" else body_of(received)
+        home = await self._home_of(body, api, access.tenant) if api.stores else None
+        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end, home)
         return await self._run(request, exchange, api)
 
-    async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Answer:
-        home = self._gateway.home_of(response_id)
-        if not home:
-            raise ApiError(404, f"no response {response_id} is known here", code="response_not_found")
-        api, body = Api(is_work=False), Body(previous_response_id=response_id)
-        async with self._gateway.bodies.received(request) as received:
+    async def _home_of(self, body: Body, api: Api, tenant: str) -> Member | None:
+        """The backend that has what a request goes on with. Raises ApiError."""
+        homes = self._gateway.homes
+        if api.stores == "responses" and (response_id := body.previous_response_id):
+            home = await homes.of("responses", response_id, tenant) if IS_ID.fullmatch(response_id) else None
+            if home is None:
+                message = f"no response {response_id[:60]!r} is known here"
+                raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
+            return home
+        if api.stores != "batches":
+            return None
+        if self._gateway.has_limit(tenant):
+            raise ApiError(
+                403,
+                f"tenant {tenant!r} has limits, and what batches use is not charged here; send requests themselves",
+                code="batches_not_charged",
+                kind="permission_error",
+            )
+        file_id = body.input_file_id or ""
+        home = await homes.of("files", file_id, tenant) if IS_ID.fullmatch(file_id) else None
+        if home is None:
+            raise ApiError(404, f"no file {file_id[:60]!r} is known here", param="input_file_id", code="file_not_found")
+        return home
+
+    async def _pass_on_stored(self, request: Request, path: str, kind: str, object_id: str) -> Answer:
+        gateway, tenant = self._gateway, request.scope[ACCESS].tenant
+        gateway.check_up()
+        home = await gateway.homes.of(kind, object_id, tenant)
+        if home is None:
+            raise gateway.homes.not_found(kind, object_id)
+        api = Api(is_work=False, stores=kind, is_json=not path.endswith("/content"))
+        async with gateway.bodies.received(request) as received:
             raw = bytes(received)
-        return await self._run(
-            request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms(), self._end), api
-        )
+        terms = Terms(gateway.classes.table.default_class, tenant=tenant)
+        return await self._run(request, Exchange(gateway, request, path, api, Body(), raw, terms, self._end, home), api)
 
     async def _run(self, request: Request, exchange: Exchange, api: Api) -> Answer:
         gateway = self._gateway
@@ -134,9 +158,6 @@ class Application:
             return terms_of(gateway.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
         ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
         return Terms(gateway.classes.table.default_class, ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
-
-    def _default_terms(self) -> Terms:
-        return Terms(self._gateway.classes.table.default_class)
 
     # --- what the gateway says itself ---------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.gateway.asked import Api, Body, ask_of, with_usage
+from headway.gateway.asked import OF_BATCHES, Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
 from headway.gateway.events import ABSENT, EventReader, Part, is_error
 from headway.gateway.failures import BUSY, error_event, error_of, is_fault, is_json, part_of
@@ -35,6 +35,7 @@ class Exchange:
 
     Args:
         raw: its body.
+        home: the backend that has what it goes on with; None where that does not matter.
         done: called when a stream that it was answered with has ended.
     """
 
@@ -48,9 +49,10 @@ class Exchange:
         raw: bytes,
         terms: Terms,
         done: Callable[[Exchange], None],
+        home: Member | None = None,
     ) -> None:
         self._gateway, self._request, self._path, self._api = gateway, request, path, api
-        self._body, self._raw, self.terms, self._done = body, raw, terms, done
+        self._body, self._raw, self.terms, self._done, self._home = body, raw, terms, done, home
         self._place: Place | None = None
         self._joined = Joined(request.scope[ARRIVED], clock())
         self.ask = ask_of(body, request.headers, terms.service.name, terms.ttft_ms)
@@ -95,12 +97,11 @@ class Exchange:
         """The answer, or the stream that will make it. Raises ApiError, and ClientGone."""
         gateway, tried, attempts = self._gateway, set[Member](), 0
         gateway.retries.earn()
-        home = gateway.home_of(self._body.previous_response_id)
-        serving = [] if home else gateway.serving(self._body)
+        serving = [] if self._home is not None else gateway.serving(self._body, self._api.stores)
         while not self._is_gone:
             self.ask.ttft_ms = self._left_ms(self.terms.ttft_ms)
             self._refuse_if_late()
-            member = gateway.route(self.ask, serving, tried, home)
+            member = gateway.at_home(self._home) if self._home else gateway.route(self.ask, serving, tried)
             attempt = self._attempt = Attempt(
                 member, self.ask, gateway.router.learns and self._api.is_work, self._edited, self._had_token
             )
@@ -173,7 +174,7 @@ class Exchange:
         """The answer in one piece. Raises ApiError where the backend's is none."""
         body, ended_ns, status = bytes(attempt.body), clock(), head.status
         part = part_of(body)
-        if part is None and not is_json(body):
+        if part is None and not is_json(body) and (self._api.is_json or status >= 400):
             attempt.end("malformed", status < 400 or status >= 500)
             failure = UpstreamFailed("malformed", f"its answer with status {status} is not JSON")
             raise self._error(attempt.member, failure, status if status >= 400 else 502)
@@ -184,7 +185,9 @@ class Exchange:
         is_ok = status < 300 and not (part is not None and is_error(part))
         attempt.end("ok" if is_ok else f"status_{status}", is_fault(status, body) or (status < 300 and not is_ok))
         headers = self._headers(attempt, head)
-        if is_ok and part is not None:
+        if is_ok and self._api.stores in OF_BATCHES and self._api.is_json:
+            self._gateway.homes.note(body, attempt.member, self.terms.tenant)
+        elif is_ok and part is not None:
             self._settle(attempt, part)
             body, timing = self._told(attempt, head, body, part, ended_ns)
             headers.append((b"server-timing", timing.encode()))
@@ -251,11 +254,9 @@ class Exchange:
     def _settle(self, attempt: Attempt, part: Part | None) -> None:
         """Charge what an answer without a failure has used."""
         usage = attempt.events.usage if part is None else part.usage
-        if part is None:
-            if attempt.events.response_id:
-                self._gateway.remember(attempt.events.response_id, attempt.member)
-        elif self._api.streams == "responses" and part.id:
-            self._gateway.remember(part.id, attempt.member)
+        response_id = attempt.events.response_id if part is None else part.id
+        if response_id and self._api.stores:
+            self._gateway.homes.remember(response_id, attempt.member, self.terms.tenant)
         if self.charge is None:
             return
         if usage is None:

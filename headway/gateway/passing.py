@@ -13,7 +13,7 @@ from headway.server.edge.edge import REQUEST_ID
 # Headers that are passed on, each way; of others only those that begin like these.
 PASSED = frozenset((b"accept", b"content-type", b"user-agent", b"traceparent", b"tracestate"))
 PASSED_LIKE = (b"anthropic-", b"openai-", b"x-headway-", b"x-llm-d-", b"x-session-id", b"x-stainless-")
-RETURNED = frozenset((b"content-type", b"retry-after", b"retry-after-ms"))
+RETURNED = frozenset((b"content-type", b"content-disposition", b"retry-after", b"retry-after-ms"))
 RETURNED_LIKE = (b"anthropic-", b"openai-", b"x-headway-", b"x-llm-d-")
 _OWN = (b"x-headway-backend", b"x-headway-ignored-headers")
 
