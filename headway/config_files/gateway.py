@@ -18,7 +18,7 @@ from headway.policy.objectives.service_class import InvalidEntry, entries_of, wi
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
-FILE_KEYS = ("routing", "retries", "timeouts", "health", "shared", "backend")
+FILE_KEYS = ("routing", "retries", "hedge_after_ms", "timeouts", "health", "shared", "backend")
 _KEYS = (
     *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
     *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve", "batches"),
@@ -115,6 +115,7 @@ class GatewayFile:
 
     Args:
         retries: how often a request of whose answer nothing has come is sent again.
+        hedge_after_ms: after how many milliseconds without an answer another backend is asked too; 0 for never.
         shared: what it shares with other gateways.
         path: where it was read.
     """
@@ -122,6 +123,7 @@ class GatewayFile:
     backends: tuple[BackendEntry, ...]
     routing: str = DEFAULT_ROUTING
     retries: int = 2
+    hedge_after_ms: float = 0.0
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
     shared: Shared = field(default_factory=Shared)
@@ -163,9 +165,9 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
     if "failures" in health:
         with within("health"):
             health["failures"] = whole_number(health, "failures", 1, 1000)
-    return GatewayFile(
-        tuple(backends), routing, retries, Timeouts(**times), HealthRule(**health), _shared(content), path
-    )
+    hedge_after_ms = number(content, "hedge_after_ms", 1) if "hedge_after_ms" in content else 0.0
+    timeouts, rule, shared = Timeouts(**times), HealthRule(**health), _shared(content)
+    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, timeouts, rule, shared, path)
 
 
 def _table(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:

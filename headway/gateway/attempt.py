@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from headway.gateway.events import BrokenStream, EventReader, Part
+from headway.gateway.failures import BUSY
 from headway.gateway.member import Member, clock
 from headway.gateway.upstream import Connection, UpstreamFailed
 from headway.policy.admission.queue_bound import Place
@@ -29,11 +31,14 @@ class Head:
     is_stream: bool
 
 
+# Makes of an event of an attempt, and of what it says, what the client gets; empty for nothing.
+Edit: TypeAlias = "Callable[[bytes, Part | None, Attempt], bytes]"
+
+
 class Attempt:
     """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
 
     Args:
-        edit: makes of an event what the client gets; empty for nothing.
         on_token: called once, when the first token has come.
 
     Attributes:
@@ -47,7 +52,7 @@ class Attempt:
         member: Member,
         ask: Ask,
         learns: bool,
-        edit: Callable[[bytes, Part | None, EventReader], bytes],
+        edit: Edit,
         on_token: Callable[[], None],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -88,6 +93,11 @@ class Attempt:
         self.ready, self.done = self.ready.get_loop().create_future(), self.done.get_loop().create_future()
         self._connection = None
         await self._ask(None, request)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its answer is one that another backend may not give."""
+        return self.head is not None and self.head.status in BUSY
 
     def attach(self, writer: EventWriter) -> None:
         """Hand what has come to the writer, and from now on what comes."""
@@ -153,7 +163,7 @@ class Attempt:
         found: list[bytes] = []
         try:
             for raw, part in self.events.whole(data):
-                found.append(self._edit(raw, part, self.events))
+                found.append(self._edit(raw, part, self))
         except BrokenStream as error:
             self._write(b"".join(found))
             return self._fail(UpstreamFailed("malformed", str(error)))

@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from headway.gateway.asked import OF_BATCHES, Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
-from headway.gateway.events import ABSENT, EventReader, Part, is_error
-from headway.gateway.failures import BUSY, error_event, error_of, is_fault, is_json, part_of
+from headway.gateway.attempts import Attempts
+from headway.gateway.events import ABSENT, Part, is_error
+from headway.gateway.failures import error_event, error_of, is_fault, is_json, part_of
 from headway.gateway.gateway import Gateway
 from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
@@ -24,7 +25,7 @@ from headway.policy.admission.queue_bound import Place
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.streaming import EventWriter
-from headway.server.errors import ApiError, ClientGone, unavailable
+from headway.server.errors import ApiError, unavailable
 from headway.server.quotas import Charge
 
 logger = logging.getLogger("headway.server")
@@ -58,92 +59,56 @@ class Exchange:
         self.ask = ask_of(body, request.headers, terms.service.name, terms.ttft_ms)
         self.charge: Charge | None = None
         self._hides_usage = False
-        self._abort: ApiError | None = None
-        self._is_gone = self._has_ended = False
-        self._attempt: Attempt | None = None
+        self._attempts = Attempts(
+            gateway, self.ask, api.is_work, self._look_at_clock, self._request_to, self._edited, self._had_token
+        )
+        self._has_ended = False
 
     # --- the end, from outside --------------------------------------------------------------------------
 
     def abort(self, error: ApiError) -> None:
         """End it with this error: the gateway shuts down."""
-        self._abort = error
-        attempt = self._attempt
-        if attempt is not None:
-            attempt.give_up(UpstreamFailed("aborted", error.message))
+        self._attempts.abort(error)
 
     def leave(self) -> None:
         """Note that the client has gone."""
-        self._is_gone = True
-        if self._attempt is not None and not self._has_ended:
-            self._attempt.give_up(UpstreamFailed("gone", "the client went away"))
+        if not self._has_ended:
+            self._attempts.leave()
 
     def release(self) -> None:
         """Give back all that it holds."""
         self._has_ended = True
-        if self._attempt is not None:
-            self._attempt.end("cancelled", None)
-            self._gateway.let_go(self._attempt.member)
+        self._attempts.end()
         if self.charge is not None:
-            events = self._attempt.events if self._attempt is not None else None
-            used = self.ask.tokens + events.pieces if events is not None and events.pieces else None
-            self.charge.settle(used)
+            last = self._attempts.last
+            pieces = 0 if last is None else last.events.pieces
+            self.charge.settle(self.ask.tokens + pieces if pieces else None)
         if self._place is not None:
             self._place.close(clock())
         self._gateway.generations.discard(self)
+        del self._attempts  # they know each other, and would wait for the garbage collector
 
-    # --- attempts ---------------------------------------------------------------------------------------
+    # --- what backends are asked --------------------------------------------------------------------------
 
     async def answer(self) -> Response | Relay:
         """The answer, or the stream that will make it. Raises ApiError, and ClientGone."""
-        gateway, tried, attempts = self._gateway, set[Member](), 0
-        gateway.retries.earn()
-        serving = [] if self._home is not None else gateway.serving(self._body, self._api.stores)
-        while not self._is_gone:
-            self.ask.ttft_ms = self._left_ms(self.terms.ttft_ms)
-            self._refuse_if_late()
-            member = gateway.at_home(self._home) if self._home else gateway.route(self.ask, serving, tried)
-            attempt = self._attempt = Attempt(
-                member, self.ask, gateway.router.learns and self._api.is_work, self._edited, self._had_token
-            )
-            tried.add(member)
-            attempts += 1
-            try:
-                await attempt.begin(request_to(member, self._request, self._path, self._own_headers(member), self._raw))
-            except UpstreamFailed as error:
-                if self._is_gone:
-                    break
-                attempt.end(error.kind, None if error.kind == "aborted" else True)
-                if self._abort is None and self._may_retry(attempts, serving, tried):
-                    gateway.metrics.retried(error.kind)
-                    continue
-                raise self._error(member, error) from None
-            finally:
-                gateway.let_go(member)
-            head = attempt.head
-            assert head is not None
-            if head.status in BUSY and self._may_retry(attempts, serving, tried):
-                attempt.end(f"status_{head.status}", is_fault(head.status, bytes(attempt.body)))
-                gateway.metrics.retried(f"status_{head.status}")
-                continue
-            return self._streamed(attempt, head) if head.is_stream else self._whole(attempt, head)
-        raise ClientGone
+        serving = [] if self._home is not None else self._gateway.serving(self._body, self._api.stores)
+        attempt = await self._attempts.answered(serving, self._home)
+        assert attempt.head is not None
+        return self._streamed(attempt, attempt.head) if attempt.head.is_stream else self._whole(attempt, attempt.head)
 
-    def _may_retry(self, attempts: int, serving: list[Member], tried: set[Member]) -> bool:
-        gateway = self._gateway
-        is_allowed = attempts <= gateway.file.retries and gateway.has_other(self.ask, serving, tried)
-        return is_allowed and gateway.retries.spend()
-
-    def _left_ms(self, objective_ms: float) -> float:
-        """What is left of an objective: its deadline stands since the request's first byte came."""
-        return objective_ms - (clock() - self._joined.arrived_ns) / 1e6
-
-    def _refuse_if_late(self) -> None:
+    def _look_at_clock(self) -> None:
+        """Note what is left of the objective, whose deadline stands since the first byte came. Raises ApiError 503."""
+        self.ask.ttft_ms = self.terms.ttft_ms - (clock() - self._joined.arrived_ns) / 1e6
         if self.ask.ttft_ms <= 0 and self.terms.service.when_late == "refuse":
             raise unavailable(
                 f"the first token was due {self.terms.ttft_ms:g} ms after the request came, which is over",
                 "deadline_unreachable",
                 1,
             )
+
+    def _request_to(self, member: Member) -> bytes:
+        return request_to(member, self._request, self._path, self._own_headers(member), self._raw)
 
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
         """Headers that say what the gateway has decided; empty ones are not passed on."""
@@ -212,7 +177,9 @@ class Exchange:
 
     def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
         """The backend's stream has ended."""
-        attempt = self._attempt
+        if self._has_ended:
+            return
+        attempt = self._attempts.last
         assert attempt is not None
         said = attempt.events
         if failure is None:
@@ -220,7 +187,7 @@ class Exchange:
             if not said.error:
                 self._settle(attempt, None)
             self._count(attempt)
-        elif not self._is_gone:
+        elif not self._attempts.is_gone:
             attempt.end(f"stream_{failure.kind}", None if failure.kind == "aborted" else True)
             logger.warning("a stream of %s failed: %s", attempt.member.entry.name, failure)
             if self.charge is not None:
@@ -233,12 +200,12 @@ class Exchange:
         if self._place is not None:
             self._place.had_output(0, clock())
 
-    def _edited(self, raw: bytes, part: Part | None, events: EventReader) -> bytes:
+    def _edited(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
         """What the client gets of an event."""
         if part is None:
             return raw
-        if part.timings is not ABSENT and self._body.include_timings and self._attempt is not None:
-            timings = self._joined.timings(part.timings, self._attempt.sent_ns, clock())
+        if part.timings is not ABSENT and self._body.include_timings:
+            timings = self._joined.timings(part.timings, attempt.sent_ns, clock())
             if timings:
                 return with_field(raw, b"timings", part.timings, timings)
         if not self._hides_usage:
@@ -277,7 +244,7 @@ class Exchange:
             self._raw, self._hides_usage = with_usage(self._raw), True
 
     def _error(self, member: Member, failure: UpstreamFailed, status: int = 502) -> ApiError:
-        return self._abort or error_of(member, failure, status)
+        return self._attempts.aborted or error_of(member, failure, status)
 
 
 def with_field(body: bytes, name: bytes, old: msgspec.Raw, new: bytes) -> bytes:

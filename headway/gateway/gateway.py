@@ -28,6 +28,8 @@ from headway.server.quotas import Budgets
 
 # Small requests that may begin in one turn of the event loop; each takes some tenth of a millisecond.
 BEGUN_PER_TURN = 16
+# One of so many requests may be asked of a second backend as the first one is slow.
+HEDGED_OF = 20
 logger = logging.getLogger("headway.server")
 
 
@@ -47,7 +49,7 @@ class Gateway(Door):
         self.bodies = Bodies(settings.max_body_size)
         self.pace = Pace(BEGUN_PER_TURN)
         self.members: dict[str, Member] = {}
-        self.retries = RetryBudget()
+        self.retries, self.hedges = RetryBudget(), RetryBudget(per_retry=HEDGED_OF)
         self._addresses: dict[str, list[str]] = {}  # of names that are looked up
         self.homes = Homes(lambda: self.members, settings.tenants is not None)
         self.metrics = GatewayMetrics(settings.metrics_prefix, self.quotas, lambda: self.members, self.state_of)
