@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.objectives.service_class import ClassTable
@@ -116,6 +117,7 @@ class QueueBound:
     service_class: str = ""
     choices: int = 0
     tokens: int = 0
+    _shares: ClassVar[bool] = False  # it may refuse without limits of its own
     _choice_rate: _Rate = field(default_factory=_Rate)
     _token_rate: _Rate = field(default_factory=_Rate)
 
@@ -150,9 +152,9 @@ class QueueBound:
         """Note that choices have ended, and that prompts of so many tokens have their first output."""
         self.choices -= choices
         self.tokens -= tokens
-        if choices:
+        if choices and (self._shares or self.limits.choices < math.inf):
             self._choice_rate.add(choices, now)
-        if tokens:
+        if tokens and (self._shares or self.limits.tokens < math.inf):
             self._token_rate.add(tokens, now)
 
     def retry_after_s(self, refusal: Refusal, now: int) -> int:
@@ -175,6 +177,7 @@ class TenantBound(QueueBound):
         weight: the weight of the tenant.
     """
 
+    _shares: ClassVar[bool] = True
     of_all: QueueBound | None = None
     tenant: str = ""
     weight: float = 1.0

@@ -37,6 +37,7 @@ EXPOSED_HEADERS = (
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
 # Keys of a request's scope: the names of its headers that were left aside, what its API key may do, and its id.
 IGNORED, ACCESS, REQUEST_ID = "headway.ignored_headers", "headway.access", "headway.request_id"
+_OPEN = Access()
 logger = logging.getLogger("headway.server")
 
 
@@ -111,7 +112,7 @@ class Edge:
         """What the key allows; None when a key is needed and this is none."""
         keys = self._keys()
         if not keys:
-            return Access()
+            return _OPEN
         known = _known(authorization, keys)
         return keys[known] if known else None
 
