@@ -10,23 +10,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from headway.config_files.toml import check_keys, check_strings, number, parse, read_text, whole_number
+from headway.config_files.toml import number, parse, read_text, whole_number
 from headway.policy.fleet.health import HealthRule
 from headway.policy.fleet.routing import scorers_of
-from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
+from headway.policy.objectives.service_class import (
+    A_BOOLEAN,
+    A_NUMBER,
+    A_STRING,
+    ANYTHING,
+    InvalidEntry,
+    check_entry,
+    entries_of,
+    within,
+)
 
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
 FILE_KEYS = ("routing", "retries", "hedge_after_ms", "timeouts", "health", "shared", "backend")
 _KEYS = (
-    *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
-    *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve", "batches"),
+    dict.fromkeys(("name", "url", "kind", "key", "key_env"), A_STRING)
+    | dict.fromkeys(("models", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens"), ANYTHING)
+    | {"health_path": A_STRING}
+    | dict.fromkeys(("drain", "resolve", "batches"), A_BOOLEAN)
 )
-_TIMEOUTS = ("connect_s", "first_byte_s", "stall_s", "keep_alive_s")
-_HEALTH = ("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s")
+_TIMEOUTS = dict.fromkeys(("connect_s", "first_byte_s", "stall_s", "keep_alive_s"), ANYTHING)
+_HEALTH = dict.fromkeys(("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s"), ANYTHING)
 WHEN_DOWN, REDIS_URLS = ("refuse", "allow"), ("redis://", "rediss://", "unix://")
-_SHARED = ("redis", "redis_env", "when_down", "timeout_s", "lease_s", "prefix")
+_SHARED = dict.fromkeys(("redis", "redis_env", "when_down", "prefix"), A_STRING)
+_SHARED |= dict.fromkeys(("timeout_s", "lease_s"), A_NUMBER)
 _NAME, _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile(r"[!-~]{1,4096}")
 
 
@@ -170,17 +182,17 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
     return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, timeouts, rule, shared, path)
 
 
-def _table(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def _table(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:
     given = content.get(table, {})
     if not isinstance(given, dict):
         raise InvalidEntry(f"{table} must be a table; write [{table}]", table)
     with within(table):
-        check_keys(given, keys, table)
+        check_entry(given, table, kinds)
     return given
 
 
-def _numbers(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    given = _table(content, table, keys)
+def _numbers(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+    given = _table(content, table, kinds)
     with within(table):
         return {key: number(given, key, 0.01) for key in given}
 
@@ -190,7 +202,6 @@ def _shared(content: Mapping[str, Any]) -> Shared:
     if "shared" not in content:
         return usual
     with within("shared"):
-        check_strings(given, ("redis", "redis_env", "when_down", "prefix"))
         url = _secret(given, "redis", "redis_env")
         if not url.startswith(REDIS_URLS):  # not shown: it may have a password
             raise InvalidEntry("the address of Redis must be like redis://10.0.0.9:6379/0", "redis")
@@ -207,8 +218,7 @@ def _shared(content: Mapping[str, Any]) -> Shared:
 
 def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
     """The backend that a table describes. Raises InvalidEntry."""
-    check_keys(entry, _KEYS, "a backend")
-    check_strings(entry, ("name", "url", "kind", "key", "key_env", "health_path"))
+    check_entry(entry, "a backend", _KEYS)
     if not _NAME.fullmatch(name := entry.get("name", "")):
         raise InvalidEntry(f"name is {name!r:.80}; give 1 to 64 letters, digits, dots, underscores and hyphens", "name")
     kind, path = entry.get("kind", "openai"), entry.get("health_path", "/health")
@@ -216,9 +226,6 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         raise InvalidEntry(f"kind is {kind!r}; choose one of {', '.join(KINDS)}", "kind")
     if path and not (path.startswith("/") and _VALUE.fullmatch(path)):
         raise InvalidEntry(f'health_path is {path!r}; it must begin with /, or be "" for none', "health_path")
-    for key in ("drain", "resolve", "batches"):
-        if not isinstance(entry.get(key, False), bool):
-            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be true or false", key)
     models, labels = entry.get("models", []), entry.get("labels", {})
     if not isinstance(models, list) or not all(isinstance(each, str) and each for each in models):
         raise InvalidEntry('models must be a list of names, such as ["llama"]', "models")

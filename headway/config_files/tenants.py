@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.config_files.toml import HEADER, line_of, parse, read_text
 from headway.policy.admission.tenants import DEFAULT_TENANT, NO_TENANTS, TenantTable, tenants_of
-from headway.policy.objectives.service_class import ClassTable, InvalidEntry, entries_of
+from headway.policy.objectives.service_class import A_STRING, ClassTable, InvalidEntry, check_entry, entries_of
 
 _FILE_KEYS = ("total", "tenant", "key")
 _KEY_KEYS = ("tenant", "sha256", "default", "best", "created", "note")
@@ -136,11 +136,7 @@ def _keys_of(content: Mapping[str, Any], table: TenantTable) -> dict[bytes, Acce
 
 
 def _key_of(given: Mapping[str, Any], table: TenantTable) -> tuple[bytes, Access]:
-    for name, value in given.items():
-        if name not in _KEY_KEYS:
-            raise InvalidEntry(f"{name!r} is unknown; a key has {', '.join(_KEY_KEYS)}", name)
-        if not isinstance(value, str):
-            raise InvalidEntry(f"{name} is {value!r}; it must be a string", name)
+    check_entry(given, "a key", dict.fromkeys(_KEY_KEYS, A_STRING))
     digest = given.get("sha256", "").lower()
     if not _SHA256.fullmatch(digest):  # it may be the key itself, which no log should have
         raise InvalidEntry("a key has no sha256 of 64 hexadecimal digits; never write the key itself", "sha256")
