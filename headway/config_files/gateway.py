@@ -27,7 +27,7 @@ from headway.policy.objectives.service_class import (
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
-FILE_KEYS = ("routing", "retries", "hedge_after_ms", "timeouts", "health", "shared", "backend")
+FILE_KEYS = ("routing", "retries", "hedge_after_ms", "continue_streams", "timeouts", "health", "shared", "backend")
 _KEYS = (
     dict.fromkeys(("name", "url", "kind", "key", "key_env"), A_STRING)
     | dict.fromkeys(("models", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens"), ANYTHING)
@@ -128,6 +128,7 @@ class GatewayFile:
     Args:
         retries: how often a request of whose answer nothing has come is sent again.
         hedge_after_ms: after how many milliseconds without an answer another backend is asked too; 0 for never.
+        continue_streams: a stream of a Headway backend that breaks is gone on with at another one.
         shared: what it shares with other gateways.
         path: where it was read.
     """
@@ -136,6 +137,7 @@ class GatewayFile:
     routing: str = DEFAULT_ROUTING
     retries: int = 2
     hedge_after_ms: float = 0.0
+    continue_streams: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
     shared: Shared = field(default_factory=Shared)
@@ -178,8 +180,13 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
         with within("health"):
             health["failures"] = whole_number(health, "failures", 1, 1000)
     hedge_after_ms = number(content, "hedge_after_ms", 1) if "hedge_after_ms" in content else 0.0
+    continues = content.get("continue_streams", False)
+    if not isinstance(continues, bool):
+        raise InvalidEntry(f"continue_streams is {continues!r:.80}; it must be true or false", "continue_streams")
+    if continues and hedge_after_ms:
+        raise InvalidEntry("continue_streams and hedge_after_ms are both there; choose one", "continue_streams")
     timeouts, rule, shared = Timeouts(**times), HealthRule(**health), _shared(content)
-    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, timeouts, rule, shared, path)
+    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, continues, timeouts, rule, shared, path)
 
 
 def _table(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from headway.gateway.attempt import Attempt, Edit
 from headway.gateway.failures import error_of, is_fault
 from headway.gateway.gateway import Gateway
 from headway.gateway.member import Member
+from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.fleet.backend import Ask
 from headway.server.errors import ApiError, ClientGone
@@ -112,9 +113,9 @@ class Attempts:
     def _route(self) -> Member:
         return self._gateway.route(self._ask, self._serving, self._tried)
 
-    def _begin(self, member: Member) -> Attempt:
-        learns = self._is_work and self._gateway.router.learns
-        attempt = self.last = Attempt(member, self._ask, learns, self._edit, self._on_token)
+    def _begin(self, member: Member, edit: Edit | None = None) -> Attempt:
+        learns = self._is_work and self._gateway.router.learns and edit is None
+        attempt = self.last = Attempt(member, self._ask, learns, edit or self._edit, self._on_token)
         self._under_way.append(attempt)
         self._tried.add(member)
         return attempt
@@ -137,6 +138,38 @@ class Attempts:
         gateway = self._gateway
         is_allowed = len(self._tried) <= gateway.file.retries
         return is_allowed and gateway.has_other(self._ask, self._serving, self._tried) and gateway.retries.spend()
+
+    # --- going on with a stream -----------------------------------------------------------------------------
+
+    async def replayed(self, replay: Replay, request_to: Callable[[Member, bytes], bytes], edit: Edit) -> Attempt:
+        """The attempt that goes on with a stream, at another Headway backend.
+
+        Args:
+            request_to: the bytes that a backend is sent, with this body.
+            edit: see Attempt.
+
+        Raises:
+            CannotReplay, UpstreamFailed, ApiError: there is none that can.
+        """
+        gateway = self._gateway
+        serving = [each for each in self._serving if each.entry.kind == "headway"]
+        if not (gateway.has_other(self._ask, serving, self._tried) and gateway.retries.spend()):
+            raise CannotReplay("there is no other backend that can")
+        member = gateway.route(self._ask, serving, self._tried)
+        attempt = self._begin(member, edit)
+        try:
+            await attempt.begin(request_to(member, await replay.continued(member)))
+        except (CannotReplay, UpstreamFailed) as error:
+            if isinstance(error, UpstreamFailed):
+                self._end_failed(attempt, error)
+            else:
+                self._end(attempt, "not_replayed", None)
+            raise
+        if attempt.head is None or not attempt.head.is_stream:
+            self._end(attempt, "not_replayed", None)
+            raise CannotReplay(f"backend {member.entry.name} did not go on")
+        gateway.metrics.retried("stream")
+        return attempt
 
     # --- hedging ----------------------------------------------------------------------------------------
 

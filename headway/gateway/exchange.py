@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -20,11 +22,12 @@ from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
 from headway.gateway.passing import Headers, request_to, returned
 from headway.gateway.relay import Relay
+from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.admission.queue_bound import Place
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
-from headway.server.edge.streaming import EventWriter
+from headway.server.edge.streaming import EventWriter, SlowReader
 from headway.server.errors import ApiError, unavailable
 from headway.server.quotas import Charge
 
@@ -59,6 +62,10 @@ class Exchange:
         self.ask = ask_of(body, request.headers, terms.service.name, terms.ttft_ms)
         self.charge: Charge | None = None
         self._hides_usage = False
+        self._replay: Replay | None = None
+        self._relay: Relay | None = None
+        self._going_on: asyncio.Task[None] | None = None
+        self._pieces_before = 0  # of attempts before the last one
         self._attempts = Attempts(
             gateway, self.ask, api.is_work, self._look_at_clock, self._request_to, self._edited, self._had_token
         )
@@ -78,10 +85,12 @@ class Exchange:
     def release(self) -> None:
         """Give back all that it holds."""
         self._has_ended = True
+        if self._going_on is not None:
+            self._going_on.cancel()
         self._attempts.end()
         if self.charge is not None:
             last = self._attempts.last
-            pieces = 0 if last is None else last.events.pieces
+            pieces = self._pieces_before + (0 if last is None else last.events.pieces)
             self.charge.settle(self.ask.tokens + pieces if pieces else None)
         if self._place is not None:
             self._place.close(clock())
@@ -108,7 +117,10 @@ class Exchange:
             )
 
     def _request_to(self, member: Member) -> bytes:
-        return request_to(member, self._request, self._path, self._own_headers(member), self._raw)
+        can_replay = self._gateway.file.continue_streams and member.entry.kind == "headway"
+        self._replay = Replay.of(self._api, self._path, self._body, self._raw) if can_replay else None
+        body = self._raw if self._replay is None else self._replay.request
+        return request_to(member, self._request, self._path, self._own_headers(member), body)
 
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
         """Headers that say what the gateway has decided; empty ones are not passed on."""
@@ -173,12 +185,13 @@ class Exchange:
         timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
         headers = [pair for pair in self._headers(attempt, head) if pair[0] != b"content-type"]
         headers.append((b"server-timing", timing.encode()))
-        return Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
+        relay = self._relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
+        return relay
 
-    def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
-        """The backend's stream has ended."""
+    def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> bool:
+        """A backend's stream has ended. Returns whether another one is asked to go on with it."""
         if self._has_ended:
-            return
+            return False
         attempt = self._attempts.last
         assert attempt is not None
         said = attempt.events
@@ -190,9 +203,34 @@ class Exchange:
         elif not self._attempts.is_gone:
             attempt.end(f"stream_{failure.kind}", None if failure.kind == "aborted" else True)
             logger.warning("a stream of %s failed: %s", attempt.member.entry.name, failure)
-            if self.charge is not None:
-                self.charge.settle(None)
-            writer.push(error_event(self._api, self._error(attempt.member, failure)))
+            if self._replay is not None and self._attempts.aborted is None:
+                self._going_on = asyncio.create_task(self._go_on(self._replay, writer, attempt, failure))
+                return True
+            self._fail(writer, attempt, failure)
+        return False
+
+    def _fail(self, writer: EventWriter, attempt: Attempt, failure: UpstreamFailed) -> None:
+        if self.charge is not None:
+            self.charge.settle(None)
+        writer.push(error_event(self._api, self._error(attempt.member, failure)))
+
+    async def _go_on(self, replay: Replay, writer: EventWriter, failed: Attempt, failure: UpstreamFailed) -> None:
+        """Have another backend go on with a stream; where none can, end it with the error."""
+        try:
+            attempt = await self._attempts.replayed(replay, self._replay_to, self._replayed)
+        except (CannotReplay, UpstreamFailed, ApiError) as error:
+            if not self._attempts.is_gone:
+                logger.info("the stream is not gone on with: %s", error)
+                with contextlib.suppress(SlowReader):
+                    self._fail(writer, failed, failure)
+            return writer.close()
+        logger.info("%s goes on with the stream", attempt.member.entry.name)
+        assert self._relay is not None
+        self._pieces_before += failed.events.pieces
+        self._relay.follow(attempt, writer)
+
+    def _replay_to(self, member: Member, body: bytes) -> bytes:
+        return request_to(member, self._request, "/v1/completions", self._own_headers(member), body)
 
     # --- what comes -------------------------------------------------------------------------------------
 
@@ -204,10 +242,21 @@ class Exchange:
         """What the client gets of an event."""
         if part is None:
             return raw
+        if self._replay is not None:
+            raw = self._replay.passed(raw)
         if part.timings is not ABSENT and self._body.include_timings:
             timings = self._joined.timings(part.timings, attempt.sent_ns, clock())
             if timings:
                 return with_field(raw, b"timings", part.timings, timings)
+        return self._without_usage(raw, part)
+
+    def _replayed(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
+        """What the client gets of an event of a backend that goes on with its stream."""
+        if part is None or is_error(part) or self._replay is None:
+            return raw
+        return self._without_usage(self._replay.joined(raw), part)
+
+    def _without_usage(self, raw: bytes, part: Part) -> bytes:
         if not self._hides_usage:
             return raw
         if part.usage is not None and part.choices == []:
@@ -227,7 +276,7 @@ class Exchange:
         if self.charge is None:
             return
         if usage is None:
-            return self.charge.settle(self.ask.tokens + attempt.events.pieces)
+            return self.charge.settle(self.ask.tokens + self._pieces_before + attempt.events.pieces)
         outputs = usage.completion_tokens + usage.output_tokens
         self.charge.settle(usage.tokens, [outputs // self.ask.choices] * self.ask.choices if outputs else ())
 

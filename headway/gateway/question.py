@@ -30,17 +30,25 @@ class _Question:
 
 
 async def get(member: Member, path: str) -> tuple[int, bytes]:
-    """What a backend answers on a connection of its own. Raises UpstreamFailed."""
-    entry, timeout_s = member.entry, member.breaker.rule.timeout_s
-    lines = [f"GET {entry.prefix}{path} HTTP/1.1", f"host: {entry.host}", "accept: */*", "connection: close"]
-    if entry.key:
-        lines.append(f"authorization: Bearer {entry.key}")
+    """The status and the body of what a backend answers. Raises UpstreamFailed."""
+    return await _ask(member, "GET", path, b"accept: */*\r\n\r\n")
+
+
+async def post(member: Member, path: str, content: bytes) -> tuple[int, bytes]:
+    """The same for a question that has JSON with it."""
+    head = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content)
+    return await _ask(member, "POST", path, head + content)
+
+
+async def _ask(member: Member, method: str, path: str, rest: bytes) -> tuple[int, bytes]:
+    timeout_s = member.breaker.rule.timeout_s
+    request = f"{method} {member.entry.prefix}{path} HTTP/1.1\r\nconnection: close\r\n".encode() + member.head + rest
     question = _Question()
     try:
         async with asyncio.timeout(timeout_s):
             connection = await member.pool.connect()
             try:
-                connection.ask("\r\n".join([*lines, "", ""]).encode(), question, timeout_s)
+                connection.ask(request, question, timeout_s)
                 failure = await question.done
             finally:
                 connection.drop()

@@ -28,7 +28,8 @@ class Relay:
 
     Args:
         headers: headers of the answer, beside those that every stream has.
-        finish: called when the backend's stream has ended, with the writer, for a last event, and why it failed.
+        finish: called when the backend's stream has ended, with the writer, for a last event, and why it failed. It
+            returns whether another attempt goes on with the stream, which follow() is given, or else the writer's end.
         done: called once when the answer has ended, however it ended.
     """
 
@@ -37,7 +38,7 @@ class Relay:
         attempt: Attempt,
         settings: EdgeSettings,
         headers: list[tuple[bytes, bytes]],
-        finish: Callable[[EventWriter, UpstreamFailed | None], None],
+        finish: Callable[[EventWriter, UpstreamFailed | None], bool],
         done: Callable[[], None],
     ) -> None:
         self._headers = [*HEADERS, *headers]
@@ -47,20 +48,26 @@ class Relay:
         settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
         writer = EventWriter(send, self._headers, settings.max_stream_buffer, settings.send_timeout, write_now)
         writer.overflow.add_done_callback(lambda _: _drop(scope, "its buffer is full"))
-        self._attempt.done.add_done_callback(partial(self._ended, writer))
         try:
-            self._attempt.attach(writer)
+            self.follow(self._attempt, writer)
             await writer.run()
         except SlowReader as error:
             _drop(scope, str(error))
         finally:
             self._done()
 
+    def follow(self, attempt: Attempt, writer: EventWriter) -> None:
+        """Pass on what comes of an attempt."""
+        attempt.done.add_done_callback(partial(self._ended, writer))
+        attempt.attach(writer)
+
     def _ended(self, writer: EventWriter, done: asyncio.Future[UpstreamFailed | None]) -> None:
+        goes_on = False
         if not done.cancelled():
             with contextlib.suppress(SlowReader):  # the connection is being cut
-                self._finish(writer, done.result())
-        writer.close()
+                goes_on = self._finish(writer, done.result())
+        if not goes_on:
+            writer.close()
 
 
 def _drop(scope: Scope, reason: str) -> None:

@@ -42,6 +42,8 @@ def test_a_whole_file_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ('routing = "nearest"\n' + ONE, "line 1: routing is 'nearest': scorer 'nearest' is unknown; choose one of"),
         ("routing = 5\n" + ONE, "line 1: routing is 5"),
         ("hedge_after_ms = -1\n" + ONE, "line 1: hedge_after_ms is -1; give a number from 1"),
+        ("continue_streams = 1\n" + ONE, "line 1: continue_streams is 1; it must be true or false"),
+        ("continue_streams = true\nhedge_after_ms = 5\n" + ONE, "line 1: continue_streams and hedge_after_ms are both"),
         ("retries = 11\n" + ONE, "line 1: retries is 11; give a whole number from 0 to 10"),
         ("timeouts = 5\n" + ONE, "line 1: timeouts must be a table"),
         ("[timeouts]\nstall_s = 0\n" + ONE, "line 2: stall_s is 0; give a number from 0.01"),
