@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway import __version__
+from headway.gateway.admin import Admin
 from headway.gateway.asked import OF_BATCHES, POSTS, Api, Body, body_of
 from headway.gateway.exchange import Exchange
 from headway.gateway.gateway import Gateway
@@ -21,7 +22,7 @@ from headway.gateway.metrics import CONTENT_TYPE
 from headway.gateway.relay import Relay
 from headway.gateway.stored import IS_ID, STORED, model_of_upload
 from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
-from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
+from headway.server.edge.edge import ACCESS, ADMIN_PATH, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.edge.streaming import WHEN_GONE
@@ -37,6 +38,7 @@ class Application:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         exposition = partial(gateway.metrics.exposition, bool(gateway.settings.metrics_keys))
+        self._admin = Admin(gateway) if gateway.settings.admin_keys else None
         self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
         self._gets: dict[str, Callable[[], Response]] = {
             "/": self._root,
@@ -44,7 +46,6 @@ class Application:
             "/ping": lambda: health(gateway.check_ready),
             "/version": lambda: _json({"version": __version__}),
             "/load": lambda: _json({"server_load": gateway.in_flight}),
-            "/v1/models": self._models,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,13 +71,17 @@ class Application:
             return await self._pass_on(request, path, api) if method == "POST" else _not_allowed(method, path, "POST")
         if stored := STORED.fullmatch(path):
             return await self._pass_on_stored(request, path, stored[1], stored[2])
+        if self._admin is not None and path.startswith(ADMIN_PATH):
+            return await self._admin.answer(request, method, path)
         if path == "/metrics" and method == "GET":
             return Response(await self._exposition.get(), media_type=CONTENT_TYPE)
         if make := self._gets.get(path):
             is_ping = path == "/ping" and method == "POST"  # SageMaker may use either
             return make() if method in ("GET", "HEAD") or is_ping else _not_allowed(method, path, "GET")
+        if path == "/v1/models":
+            return self._models(request) if method in ("GET", "HEAD") else _not_allowed(method, path, "GET")
         if path.startswith("/v1/models/"):
-            return self._model(path.removeprefix("/v1/models/"))
+            return self._model(request, path.removeprefix("/v1/models/"))
         raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
 
     # --- requests that are passed on ----------------------------------------------------------------------
@@ -165,20 +170,22 @@ class Application:
         places = {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
         return _json({"server": f"headway gateway {__version__}"} | places)
 
-    def _cards(self) -> dict[str, Any]:
+    def _cards(self, request: Request) -> dict[str, Any]:
+        """The models that the request's key may use."""
         found: dict[str, Any] = {}
+        allowed = request.scope[ACCESS].models
         for member in self._gateway.members.values():
-            for name in member.models:
+            for name in (each for each in member.models if not allowed or each in allowed):
                 plain = {"id": name, "object": "model", "created": 0, "owned_by": member.entry.name}
                 found.setdefault(name, member.cards.get(name, plain))
         return found
 
-    def _models(self) -> Response:
+    def _models(self, request: Request) -> Response:
         self._gateway.check_up()
-        return _json({"object": "list", "data": list(self._cards().values())})
+        return _json({"object": "list", "data": list(self._cards(request).values())})
 
-    def _model(self, name: str) -> Response:
-        card = self._cards().get(name)
+    def _model(self, request: Request, name: str) -> Response:
+        card = self._cards(request).get(name)
         if card is None:
             raise ApiError(404, f"model {name[:200]!r} is not served here", param="model", code="model_not_found")
         return _json(card)
@@ -202,5 +209,6 @@ def create_gateway_app(gateway: Gateway) -> ASGIApp:
         keys=lambda: gateway.keys,
         pace=gateway.pace,
         metrics_keys=settings.metrics_keys,
+        admin_keys=settings.admin_keys,
         cross_origin=cross_origin(settings),
     )

@@ -126,8 +126,7 @@ class Gateway(Door):
 
     def reload_files(self) -> None:
         """Read the files again. If one is wrong, it stays as it was, and the log says so."""
-        if self.has_files:
-            self.metrics.on_reload("done" if self.read_files_again() else "failed")
+        self.reload_keys()
         if not self.file.path:
             return
         try:
@@ -148,6 +147,11 @@ class Gateway(Door):
             return False
         meters = (*self.quotas.quotas.of(tenant), *self.quotas.quotas.of(TOTAL))
         return any(each.limit for each in meters)
+
+    def reload_keys(self) -> None:
+        """Read the files of classes and of tenants again, where there are any."""
+        if self.has_files:
+            self.metrics.on_reload("done" if self.read_files_again() else "failed")
 
     # --- which backend ----------------------------------------------------------------------------------
 

@@ -27,12 +27,13 @@ def _is_number(value: Any) -> bool:
 
 # Kinds of values in files, as errors name them; of ANYTHING its reader says more.
 A_STRING, A_NUMBER, TWO_NUMBERS, A_BOOLEAN = "a string", "a number", "a list of two numbers", "true or false"
-ANYTHING = "anything"
+STRINGS, ANYTHING = "a list of strings", "anything"
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     A_STRING: lambda value: isinstance(value, str),
     A_NUMBER: _is_number,
     TWO_NUMBERS: lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
     A_BOOLEAN: lambda value: isinstance(value, bool),
+    STRINGS: lambda value: isinstance(value, list) and all(isinstance(each, str) and each for each in value),
     ANYTHING: lambda value: True,
 }
 
