@@ -89,6 +89,8 @@ class Attempts:
         gateway.retries.earn()
         gateway.hedges.earn()
         while not self.is_gone:
+            if self.aborted is not None:
+                raise self.aborted
             self._before()
             attempt = self._begin(gateway.at_home(home) if home is not None else self._route())
             try:

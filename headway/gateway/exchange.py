@@ -95,7 +95,7 @@ class Exchange:
         if self._place is not None:
             self._place.close(clock())
         self._gateway.generations.discard(self)
-        del self._attempts  # they know each other, and would wait for the garbage collector
+        del self._attempts, self._relay  # they know each other, and would wait for the garbage collector
 
     # --- what backends are asked --------------------------------------------------------------------------
 
@@ -185,7 +185,8 @@ class Exchange:
         timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
         headers = [pair for pair in self._headers(attempt, head) if pair[0] != b"content-type"]
         headers.append((b"server-timing", timing.encode()))
-        relay = self._relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
+        relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
+        self._relay = relay if self._replay is not None else None
         return relay
 
     def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> bool:

@@ -185,7 +185,7 @@ def test_without_the_key_or_another_backend_it_ends_with_the_error(servers: list
 def test_it_is_charged_once_and_for_all_that_came(servers: list[LiveServer]) -> None:
     digest = key_digest(b"sk").hex()
     tenants = parse_tenant_file(
-        "tenants.toml",
+        "",
         f'[[tenant]]\nname = "t"\ntokens_per_minute = 100000\n[[key]]\ntenant = "t"\nsha256 = "{digest}"\n',
     )
     key = {"authorization": "Bearer sk"}

@@ -144,7 +144,7 @@ def test_tenants_see_their_own_files_and_those_with_limits_have_no_batches(serve
     digests = {name: key_digest(name.encode()).hex() for name in ("acme", "blue", "few")}
     keys = "".join(f'[[key]]\ntenant = "{name}"\nsha256 = "{digest}"\n' for name, digest in digests.items())
     names = '[[tenant]]\nname = "acme"\n[[tenant]]\nname = "blue"\n[[tenant]]\nname = "few"\ntokens_per_minute = 9000\n'
-    tenants = parse_tenant_file("tenants.toml", names + keys)
+    tenants = parse_tenant_file("", names + keys)
     with LiveGateway(text_of(servers), tenants=tenants) as gateway:
         acme, blue, few = (user(gateway, key) for key in ("acme", "blue", "few"))
         file = upload(acme)
