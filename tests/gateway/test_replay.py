@@ -45,8 +45,9 @@ class Cutter:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
 
         async def ask() -> None:
-            while data := await reader.read(65536):
-                to_server.write(data)
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    to_server.write(data)
 
         asking, events = asyncio.create_task(ask()), 0
         while data := await from_server.read(65536):
@@ -58,7 +59,8 @@ class Cutter:
             if events > self.after:
                 self.cuts += 1
                 break
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
         asking.cancel()
         for each in (writer, to_server):
             each.close()

@@ -65,8 +65,8 @@ class SharedQuotas(Budgets):
         return  # only Redis knows
 
     async def reserved(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> Charge:
-        """As Budgets.reserved() says. Where Redis does not answer in time, a request is let in and charged later, or
-        refused with 503, as the gateway's file says.
+        """Do what Budgets.reserved() says. Where Redis does not answer in time, a request is let in and charged later,
+        or refused with 503, as the gateway's file says.
         """
         number, limits = next(self._numbers), self._limits_of(tenant)
         tokens = min([self.expected(tenant, prompt_tokens, outputs), *(each for each in limits[1::2] if each)])
