@@ -169,9 +169,9 @@ def _key_of(given: Mapping[str, Any], table: TenantTable) -> tuple[bytes, Access
     unknown = [name for name in given.get("scopes", ()) if name not in SCOPES]
     if unknown:
         raise InvalidEntry(f"scopes has {unknown[0]!r:.80}; choose of {', '.join(SCOPES)}", "scopes")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    del values["sha256"]
-    return bytes.fromhex(digest), Access(**values)
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    values: dict[str, Any] = {name: value for name, value in given.items() if name != "sha256"}
+    return bytes.fromhex(digest), Access(**(values | lists))
 
 
 def _check_classes(access: Access, classes: ClassTable) -> None:

@@ -175,7 +175,10 @@ class SharedQuotas(Budgets):
         now_us, results, states = reply
         ahead_us = self.clock() // 1000 - now_us
         for tenant, *meters in states:
-            requests, tokens = [Meter(*each[:2], each[2] + ahead_us, *each[3:]) for each in meters]
+            requests, tokens = [
+                Meter(limit, level, at_us + ahead_us, reserved, settled, refunded)
+                for limit, level, at_us, reserved, settled, refunded in meters
+            ]
             self.quotas.meters[tenant] = requests, tokens
         waiting = [each for each in batch if isinstance(each, _Reservation)]
         for each, result in zip(waiting, results, strict=True):

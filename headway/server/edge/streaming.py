@@ -182,18 +182,21 @@ class EventWriter:
             self._pending.clear()
             self._pending_bytes = 0
             callbacks, self._when_sent = self._when_sent, []
-            self._writing_since = self._loop.time()
-            head, self._head = self._head, None
-            if head is not None:
-                await self._send(head)
-            await self._send({"type": "http.response.body", "body": data, "more_body": not has_ended})
-            self._writing_since = math.inf
+            await self._write(data, more=not has_ended)
             _tell_sent(callbacks)
             if has_ended:
                 self._drained.set()
                 return True
         self._drained.set()
         return False
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        self._writing_since = self._loop.time()
+        head, self._head = self._head, None
+        if head is not None:
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writing_since = math.inf
 
     def _watch(self, writing: asyncio.Task[Any], after_s: float) -> None:
         """Cancel `writing` if a write waits for too long. A timer for each write would cost as much as the write."""
