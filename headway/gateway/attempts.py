@@ -155,8 +155,10 @@ class Attempts:
         """
         gateway = self._gateway
         serving = [each for each in self._serving if each.entry.kind == "headway"]
-        if not (gateway.has_other(self._ask, serving, self._tried) and gateway.retries.spend()):
+        if not gateway.has_other(self._ask, serving, self._tried):
             raise CannotReplay("there is no other backend that can")
+        if not gateway.retries.spend():
+            raise CannotReplay("too many requests were sent again of late")
         member = gateway.route(self._ask, serving, self._tried)
         attempt = self._begin(member, edit)
         try:
