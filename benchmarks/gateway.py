@@ -37,6 +37,8 @@ from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.processes import environment
 from headway.load.request import PlannedRequest, Prompt
 
+# A contestant that others keep from its core for more of the time falls behind, however little each request costs.
+MOST_WAITED = 0.05
 DIRECT, GATEWAY, NGINX = "direct", "headway", "nginx"
 _GATEWAY_FILE = """
 [[backend]]
@@ -111,15 +113,15 @@ def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 def measure(kind: str, requests: list[PlannedRequest], gap_ms: int, cores: tuple[int, int]) -> dict[str, float]:
     """One run through one contestant. Times are milliseconds, rates are for each second of its processor time."""
     with trivial_server(gap_ms, cores[0]) as backend, proxy(kind, backend, cores[1]) as (url, process):
-        began = _seconds_of(process)
+        began, waited, at = _seconds_of(process), _waited_s(process), time.monotonic()
         outcome = load("headway", url, requests)
-        used = _seconds_of(process) - began
+        used, waited = _seconds_of(process) - began, (_waited_s(process) - waited) / (time.monotonic() - at)
         memory = 0.0 if process is None else process.memory_info().rss / 2**20
     records = [each for each in outcome.records if each.ok]
     first = [(each.first_token_ns - each.sent_ns) / 1e6 for each in records]
     whole = [(each.end_ns - each.sent_ns) / 1e6 for each in records]
     chunks = sum(len(each.chunk_ns) for each in records)
-    found = {"failed": float(len(outcome.records) - len(records)), "memory_mb": memory}
+    found = {"failed": float(len(outcome.records) - len(records)), "memory_mb": memory, "share_waited": waited}
     for name, values in (("ttft", first), ("e2e", whole)):
         found |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in (50, 99)}
     if process is not None:
@@ -133,6 +135,11 @@ def _seconds_of(process: psutil.Process | None) -> float:
         return 0.0
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _waited_s(process: psutil.Process | None) -> float:
+    """Seconds for which it could have run, and something else had its core."""
+    return 0.0 if process is None else int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def streams(count: int, seconds: float) -> list[PlannedRequest]:
@@ -176,6 +183,10 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
             f"{kind}: {of_kind['chunks_a_core_second']:,.0f} chunks a core and second, "
             f"{of_kind['memory_mb']:.0f} MiB; {of_kind['failed']:.0f} failed"
         )
+    for of_load in results.values():
+        for kind, of_kind in of_load.items():
+            if of_kind["share_waited"] > MOST_WAITED:
+                print(f"{kind} waited {of_kind['share_waited']:.0%} of the time for its core: the machine was busy")
 
 
 def main() -> None:

@@ -63,6 +63,15 @@ def test_what_a_file_says(file: Path) -> None:
     found.check_classes(BUILT_IN)
 
 
+def test_a_key_with_models_and_scopes_survives_an_edit(file: Path) -> None:
+    file.write_text(read_tenant_file(str(file)).with_key("k", Access("lab", models=("a", "b"), scopes=("embed",))).text)
+    access = read_tenant_file(str(file)).keys[key_digest(b"k")]
+    assert access.models == ("a", "b") and access.scopes == ("embed",)
+    allowed = [path for path in ("/v1/completions", "/v1/embeddings", "/v1/models") if access.allows(path)]
+    assert allowed == ["/v1/embeddings", "/v1/models"]
+    assert not Access(models=("a",)).allows("/v1/batches") and Access().allows("/v1/batches")
+
+
 def test_the_example_of_the_docs(file: Path) -> None:
     root = Path(__file__).parent.parent
     shown = (root / "docs" / "tenants.md").read_text().split("```toml\n")[1].split("```")[0]
@@ -105,6 +114,8 @@ def test_the_example_of_the_docs(file: Path) -> None:
         ('tenant = "lab"', 'tenant = "bal"', 15, "tenant is 'bal', which is not a tenant; there are acme, lab"),
         (DIGEST, "sk-night", 16, "a key has no sha256 of 64 hexadecimal digits; never write the key itself"),
         ('best = "batch"', "worst = 1", 18, "'worst' is unknown; a key has tenant, sha256, default, best"),
+        ('best = "batch"', 'scopes = ["embed", "fly"]', 18, "scopes has 'fly'; choose of generate, embed, batches"),
+        ('best = "batch"', 'models = "m"', 18, "models is 'm'; it must be a list of strings"),
         ('best = "batch"', "best = 1", 18, "best is 1; it must be a string"),
         ('best = "batch"', 'best = "night"', 18, "best is 'night', which is not a class; there are interactive, batch"),
         ('default = "offline"', 'default = "interactive"', 17, "default is 'interactive', more urgent than best"),
@@ -144,9 +155,9 @@ def test_keys_are_added_listed_and_revoked(headway: CommandLine, file: Path) -> 
     assert (access.tenant, access.best, access.note) == ("acme", "batch", 'a "web" shop')
     listed = headway("keys", "list", file).out.splitlines()
     digits = key_digest(key.encode()).hex()[:12]
-    assert listed[0].split() == ["KEY", "TENANT", "CREATED", "DEFAULT", "BEST", "NOTE"]
+    assert listed[0].split() == ["KEY", "TENANT", "CREATED", "DEFAULT", "BEST", "MODELS", "SCOPES", "NOTE"]
     assert listed[1].split() == [DIGEST[:12], "lab", "offline", "batch"]
-    assert listed[2].split()[:2] == [digits, "acme"] and listed[2].endswith('batch  a "web" shop')
+    assert listed[2].split()[:2] == [digits, "acme"] and listed[2].endswith('a "web" shop') and "batch" in listed[2]
     assert headway("keys", "revoke", file, DIGEST[:8]).code == 0
     assert headway("keys", "revoke", file, key).code == 0
     left = read_tenant_file(str(file))

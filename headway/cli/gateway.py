@@ -42,9 +42,11 @@ def gateway(
 
 
 def check_tenants(settings: GatewaySettings) -> None:
-    """Raise ValueError where keys of the file of tenants name classes that there are not."""
+    """Raise ValueError where keys of tenants name classes that there are not, or budgets are shared without tenants."""
     if settings.tenants is not None:
         settings.tenants.check_classes(settings.service_classes.table if settings.service_classes else BUILT_IN)
+    elif settings.file.shared.redis:
+        raise ValueError("[shared] shares what tenants may use, and there are none; give --tenants FILE")
 
 
 def _tell(gateway: Gateway, url: str) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +12,8 @@ import typer
 
 from headway.cli.commands import fail
 from headway.cli.help import Command, Group
-from headway.config_files.tenants import Access, TenantFile, key_digest, parse_tenant_file, read_tenant_file
-from headway.files import write_files
-
-PREFIX = "sk-hw-"
-SHOWN_DIGITS = 12  # digits of a key's SHA-256, by which it is listed
-_LEAST_DIGITS = 6
+from headway.config_files.key_file import SHOWN_DIGITS, add_key, revoke_key
+from headway.config_files.tenants import SCOPES, Access, read_tenant_file
 
 app = typer.Typer(
     cls=Group, add_completion=False, no_args_is_help=True, help="Manage the API keys of tenants: add, list, revoke."
@@ -38,30 +31,38 @@ def add(
     ] = False,
     default: Annotated[str, typer.Option(help="Class of requests that name none.")] = "",
     best: Annotated[str, typer.Option(help="Most urgent class that requests may name.")] = "",
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model that it may use; may be repeated. Default: all.")
+    ] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What it may be used for, of {', '.join(SCOPES)}; may be repeated. Default: all."),
+    ] = None,
     note: Annotated[str, typer.Option(help="A note that identifies the key later.")] = "",
 ) -> None:
     """Create a key, print it, and write its SHA-256 to the file. The key itself is stored nowhere."""
     if not new_tenant and not path.exists():
         fail(f"there is no file {path}; --new-tenant creates it and adds the tenant")
-    key = PREFIX + secrets.token_urlsafe(32)
-    created = datetime.datetime.now(datetime.UTC).date().isoformat()
-    with _editing(path, may_be_new=new_tenant) as file:
-        changed = file.with_key(key, Access(tenant, default, best, created, note), new_tenant)
-        write_files({path.resolve(): changed.text.encode()})
+    access = Access(tenant, default, best, "", note, tuple(model or ()), tuple(scope or ()))
+    with _one_line():
+        key, _ = add_key(path, access, new_tenant)
     print(key)
     _tell("a running server accepts the key after `kill -HUP PID` (SIGHUP); the key is not shown again")
 
 
 @app.command("list", cls=Command)
 def list_keys(path: _File) -> None:
-    """Print the keys: the first digits of the SHA-256, tenant, date, classes, note."""
+    """Print the keys: the first digits of the SHA-256, tenant, date, classes, models, scopes, note."""
     with _one_line():
         file = read_tenant_file(str(path))
     rows = [
-        (digest.hex()[:SHOWN_DIGITS], access.tenant, access.created, access.default, access.best, access.note)
+        (
+            *(digest.hex()[:SHOWN_DIGITS], access.tenant, access.created, access.default, access.best),
+            *(",".join(access.models), ",".join(access.scopes), access.note),
+        )
         for digest, access in file.keys.items()
     ]
-    heading = ("KEY", "TENANT", "CREATED", "DEFAULT", "BEST", "NOTE")
+    heading = ("KEY", "TENANT", "CREATED", "DEFAULT", "BEST", "MODELS", "SCOPES", "NOTE")
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     for row in (heading, *rows):
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
@@ -73,32 +74,9 @@ def revoke(
     key: Annotated[str, typer.Argument(help="The key, or first digits of its SHA-256 as listed.", metavar="KEY")],
 ) -> None:
     """Take a key out of the file."""
-    with _editing(path) as file:
-        digest = _find(file, key)
-        write_files({path.resolve(): file.without_key(digest).text.encode()})
+    with _one_line():
+        digest, _ = revoke_key(path, key)
     _tell(f"revoked {digest.hex()[:SHOWN_DIGITS]}; a running server refuses it after `kill -HUP PID` (SIGHUP)")
-
-
-def _find(file: TenantFile, key: str) -> bytes:
-    whole = key_digest(key.encode())
-    if whole in file.keys:
-        return whole
-    found = [digest for digest in file.keys if digest.hex().startswith(key.lower())]
-    if len(key) < _LEAST_DIGITS or len(found) != 1:  # it may be a whole key, which no terminal should show again
-        raise ValueError(
-            f"{len(found)} keys of {file.path} begin with this; give the key, or at least {_LEAST_DIGITS} digits of "
-            "one as shown by headway keys list"
-        )
-    return found[0]
-
-
-@contextlib.contextmanager
-def _editing(path: Path, may_be_new: bool = False) -> Iterator[TenantFile]:
-    """Yield the file, and keep others from editing it meanwhile. An error in it, or in the edit, is one line."""
-    with _one_line(), open(path.resolve().with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        is_new = may_be_new and not path.exists()
-        yield parse_tenant_file(str(path), "") if is_new else read_tenant_file(str(path))
 
 
 @contextlib.contextmanager

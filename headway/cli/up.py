@@ -31,6 +31,7 @@ def up(
 
     try:
         read = read_up_file(file)
+        settings.file = read.gateway
         check_tenants(settings)
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)

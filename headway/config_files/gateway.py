@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -9,21 +10,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
+from headway.config_files.toml import number, parse, read_text, whole_number
 from headway.policy.fleet.health import HealthRule
 from headway.policy.fleet.routing import scorers_of
-from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
+from headway.policy.objectives.service_class import (
+    A_BOOLEAN,
+    A_NUMBER,
+    A_STRING,
+    ANYTHING,
+    InvalidEntry,
+    check_entry,
+    entries_of,
+    within,
+)
 
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
-FILE_KEYS = ("routing", "retries", "timeouts", "health", "backend")
+FILE_KEYS = ("routing", "retries", "hedge_after_ms", "continue_streams", "timeouts", "health", "shared", "backend")
 _KEYS = (
-    *("name", "url", "kind", "key", "key_env", "models", "labels", "weight", "max_requests"),
-    *("min_prompt_tokens", "max_prompt_tokens", "health_path", "drain", "resolve"),
+    dict.fromkeys(("name", "url", "kind", "key", "key_env"), A_STRING)
+    | dict.fromkeys(("models", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens"), ANYTHING)
+    | {"health_path": A_STRING}
+    | dict.fromkeys(("drain", "resolve", "batches"), A_BOOLEAN)
 )
-_TIMEOUTS = ("connect_s", "first_byte_s", "stall_s", "keep_alive_s")
-_HEALTH = ("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s")
+_TIMEOUTS = dict.fromkeys(("connect_s", "first_byte_s", "stall_s", "keep_alive_s"), ANYTHING)
+_HEALTH = dict.fromkeys(("every_s", "timeout_s", "failures", "eject_s", "most_eject_s", "slow_start_s"), ANYTHING)
+WHEN_DOWN, REDIS_URLS = ("refuse", "allow"), ("redis://", "rediss://", "unix://")
+_SHARED = dict.fromkeys(("redis", "redis_env", "when_down", "prefix"), A_STRING)
+_SHARED |= dict.fromkeys(("timeout_s", "lease_s"), A_NUMBER)
 _NAME, _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile(r"[!-~]{1,4096}")
 
 
@@ -40,6 +55,7 @@ class BackendEntry:
         min_prompt_tokens, max_prompt_tokens: the prompts that are sent there, by about how many tokens they have.
         health_path: what is asked to see whether it is well; empty where nothing is.
         drain: nothing new is sent there.
+        batches: it has /v1/files and /v1/batches.
         resolve: each address that the host's name has is a backend of its own.
         address: where to connect, if that is not what `host` is looked up as.
     """
@@ -61,6 +77,7 @@ class BackendEntry:
     health_path: str = "/health"
     drain: bool = False
     resolve: bool = False
+    batches: bool = False
     address: str = ""
 
     def at(self, address: str) -> BackendEntry:
@@ -86,19 +103,44 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Where several gateways keep what tenants have used.
+
+    Args:
+        redis: the URL of a Redis; empty where this gateway counts for itself.
+        when_down: what happens to requests while Redis does not answer: refuse | allow
+        timeout_s: seconds that a request waits for Redis.
+        lease_s: what a gateway has reserved is given back when nothing was heard of it for so many seconds.
+        prefix: what the keys begin with; gateways with one prefix share.
+    """
+
+    redis: str = field(default="", repr=False)
+    when_down: str = "refuse"
+    timeout_s: float = 0.5
+    lease_s: float = 60.0
+    prefix: str = "headway"
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayFile:
     """The contents of a file of a gateway.
 
     Args:
         retries: how often a request of whose answer nothing has come is sent again.
+        hedge_after_ms: after how many milliseconds without an answer another backend is asked too; 0 for never.
+        continue_streams: a stream of a Headway backend that breaks is gone on with at another one.
+        shared: what it shares with other gateways.
         path: where it was read.
     """
 
     backends: tuple[BackendEntry, ...]
     routing: str = DEFAULT_ROUTING
     retries: int = 2
+    hedge_after_ms: float = 0.0
+    continue_streams: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
+    shared: Shared = field(default_factory=Shared)
     path: str = ""
 
 
@@ -137,24 +179,53 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
     if "failures" in health:
         with within("health"):
             health["failures"] = whole_number(health, "failures", 1, 1000)
-    return GatewayFile(tuple(backends), routing, retries, Timeouts(**times), HealthRule(**health), path)
+    hedge_after_ms = number(content, "hedge_after_ms", 1) if "hedge_after_ms" in content else 0.0
+    continues = content.get("continue_streams", False)
+    if not isinstance(continues, bool):
+        raise InvalidEntry(f"continue_streams is {continues!r:.80}; it must be true or false", "continue_streams")
+    if continues and hedge_after_ms:
+        raise InvalidEntry("continue_streams and hedge_after_ms are both there; choose one", "continue_streams")
+    timeouts, rule, shared = Timeouts(**times), HealthRule(**health), _shared(content)
+    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, continues, timeouts, rule, shared, path)
 
 
-def _numbers(content: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def _table(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:
     given = content.get(table, {})
     if not isinstance(given, dict):
         raise InvalidEntry(f"{table} must be a table; write [{table}]", table)
     with within(table):
-        check_keys(given, keys, table)
+        check_entry(given, table, kinds)
+    return given
+
+
+def _numbers(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+    given = _table(content, table, kinds)
+    with within(table):
         return {key: number(given, key, 0.01) for key in given}
+
+
+def _shared(content: Mapping[str, Any]) -> Shared:
+    given, usual = _table(content, "shared", _SHARED), Shared()
+    if "shared" not in content:
+        return usual
+    with within("shared"):
+        url = _secret(given, "redis", "redis_env")
+        if not url.startswith(REDIS_URLS):  # not shown: it may have a password
+            raise InvalidEntry("the address of Redis must be like redis://10.0.0.9:6379/0", "redis")
+        if (when_down := given.get("when_down", usual.when_down)) not in WHEN_DOWN:
+            raise InvalidEntry(f"when_down is {when_down!r}; choose one of {', '.join(WHEN_DOWN)}", "when_down")
+        if not _NAME.fullmatch(prefix := given.get("prefix", usual.prefix)):
+            raise InvalidEntry(f"prefix is {prefix!r:.80}; give letters, digits, dots, underscores, hyphens", "prefix")
+        if importlib.util.find_spec("redis") is None:
+            raise InvalidEntry("this needs the package redis; install headway[redis]")
+        timeout_s = number(given, "timeout_s", 0.01, 60) if "timeout_s" in given else usual.timeout_s
+        lease_s = number(given, "lease_s", 1) if "lease_s" in given else usual.lease_s
+    return Shared(url, when_down, timeout_s, lease_s, prefix)
 
 
 def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
     """The backend that a table describes. Raises InvalidEntry."""
-    check_keys(entry, _KEYS, "a backend")
-    for key in ("name", "url", "kind", "key", "key_env", "health_path"):
-        if not isinstance(entry.get(key, ""), str):
-            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be a string", key)
+    check_entry(entry, "a backend", _KEYS)
     if not _NAME.fullmatch(name := entry.get("name", "")):
         raise InvalidEntry(f"name is {name!r:.80}; give 1 to 64 letters, digits, dots, underscores and hyphens", "name")
     kind, path = entry.get("kind", "openai"), entry.get("health_path", "/health")
@@ -162,9 +233,6 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         raise InvalidEntry(f"kind is {kind!r}; choose one of {', '.join(KINDS)}", "kind")
     if path and not (path.startswith("/") and _VALUE.fullmatch(path)):
         raise InvalidEntry(f'health_path is {path!r}; it must begin with /, or be "" for none', "health_path")
-    for key in ("drain", "resolve"):
-        if not isinstance(entry.get(key, False), bool):
-            raise InvalidEntry(f"{key} is {entry[key]!r:.80}; it must be true or false", key)
     models, labels = entry.get("models", []), entry.get("labels", {})
     if not isinstance(models, list) or not all(isinstance(each, str) and each for each in models):
         raise InvalidEntry('models must be a list of names, such as ["llama"]', "models")
@@ -188,19 +256,25 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         health_path=path,
         drain=entry.get("drain", False),
         resolve=entry.get("resolve", False),
+        batches=entry.get("batches", False),
     )
 
 
 def _key(entry: Mapping[str, Any]) -> str:
-    key, variable = entry.get("key", ""), entry.get("key_env", "")
-    if key and variable:
-        raise InvalidEntry("key and key_env are both there; give one of them", "key_env")
-    if variable and not os.environ.get(variable):
-        raise InvalidEntry(f"key_env names {variable!r}, which is not in the environment", "key_env")
-    key = key or os.environ.get(variable, "")
+    key = _secret(entry, "key", "key_env")
     if key and not _VALUE.fullmatch(key):  # not shown: it is a secret
         raise InvalidEntry("the key has characters that a header cannot carry; give it without blanks", "key")
     return key
+
+
+def _secret(entry: Mapping[str, Any], name: str, name_env: str) -> str:
+    """What a key of the file says, or the environment variable that another key names; empty for neither."""
+    said, variable = entry.get(name, ""), entry.get(name_env, "")
+    if said and variable:
+        raise InvalidEntry(f"{name} and {name_env} are both there; give one of them", name_env)
+    if variable and not os.environ.get(variable):
+        raise InvalidEntry(f"{name_env} names {variable!r}, which is not in the environment", name_env)
+    return said or os.environ.get(variable, "")
 
 
 def _address(url: str) -> tuple[str, str, int, bool, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.config_files.toml import line_of, parse, read_text
-from headway.policy.objectives.service_class import InvalidEntry
+from headway.policy.objectives.service_class import A_STRING, InvalidEntry, check_entry, within
 
 _KEYS = ("name", "system", "text", "cache_salt")
 
@@ -46,11 +46,8 @@ def _entries(content: dict[str, Any]) -> list[dict[str, str]]:
         raise InvalidEntry("there are no prompts; write [[prompt]] once for each", "prompt")
     names: list[str] = []
     for number, entry in enumerate(entries):
-        for key, value in entry.items():
-            if key not in _KEYS:
-                raise InvalidEntry(f"{key!r} is unknown; a prompt has {', '.join(_KEYS)}", "prompt", number, key)
-            if not isinstance(value, str):
-                raise InvalidEntry(f"{key} is {value!r:.80}; it must be a string", "prompt", number, key)
+        with within("prompt", number):
+            check_entry(entry, "a prompt", dict.fromkeys(_KEYS, A_STRING))
         if not entry.get("name"):
             raise InvalidEntry('a prompt has no name; write name = "..."', "prompt", number)
         if entry["name"] in names:

@@ -11,10 +11,17 @@ from typing import Any
 
 from headway.config_files.toml import HEADER, line_of, parse, read_text
 from headway.policy.admission.tenants import DEFAULT_TENANT, NO_TENANTS, TenantTable, tenants_of
-from headway.policy.objectives.service_class import ClassTable, InvalidEntry, entries_of
+from headway.policy.objectives.service_class import A_STRING, STRINGS, ClassTable, InvalidEntry, check_entry, entries_of
 
 _FILE_KEYS = ("total", "tenant", "key")
-_KEY_KEYS = ("tenant", "sha256", "default", "best", "created", "note")
+_KEY_KEYS = dict.fromkeys(("tenant", "sha256", "default", "best", "created", "note"), A_STRING)
+_KEY_KEYS |= dict.fromkeys(("models", "scopes"), STRINGS)
+# What a key may be limited to, and the routes that belong to each. Other routes are open to every key.
+SCOPES = {
+    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "embed": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+    "batches": ("/v1/files", "/v1/batches"),
+}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -31,6 +38,8 @@ class Access:
         default: class of requests that name none; empty for the table's.
         best: the most urgent class that they may name; empty for any.
         created, note: notes for the person who keeps the keys.
+        models: the models that they may name; empty for any.
+        scopes: what they may be for, of SCOPES; empty for all.
     """
 
     tenant: str = DEFAULT_TENANT
@@ -38,6 +47,17 @@ class Access:
     best: str = ""
     created: str = ""
     note: str = ""
+    models: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+
+    def allows(self, path: str) -> bool:
+        """Whether requests to a route may come in. Nobody looks at the models in a batch before it runs."""
+        if self.models and path.startswith("/v1/batches"):
+            return False
+        if not self.scopes:
+            return True
+        of_path = [name for name, routes in SCOPES.items() if path.startswith(routes)]
+        return not of_path or of_path[0] in self.scopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +85,9 @@ class TenantFile:
         if not new_tenant and access.tenant not in (*self.table.weights, DEFAULT_TENANT):
             known = ", ".join(each.name for each in self.table) or "none"
             raise ValueError(f"{self.path} has no tenant {access.tenant!r} (it has {known}); --new-tenant adds it")
-        values = {"tenant": access.tenant, "sha256": key_digest(key.encode()).hex(), "default": access.default}
-        values |= {"best": access.best, "created": access.created, "note": access.note}
+        values: dict[str, str | list[str]] = {"tenant": access.tenant, "sha256": key_digest(key.encode()).hex()}
+        values |= {"default": access.default, "best": access.best, "models": list(access.models)}
+        values |= {"scopes": list(access.scopes), "created": access.created, "note": access.note}
         entry = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value]
         tenant = ["[[tenant]]", f"name = {json.dumps(access.tenant, ensure_ascii=False)}", ""] if new_tenant else []
         before = [self.text.rstrip(), ""] if self.text.strip() else []
@@ -136,11 +157,7 @@ def _keys_of(content: Mapping[str, Any], table: TenantTable) -> dict[bytes, Acce
 
 
 def _key_of(given: Mapping[str, Any], table: TenantTable) -> tuple[bytes, Access]:
-    for name, value in given.items():
-        if name not in _KEY_KEYS:
-            raise InvalidEntry(f"{name!r} is unknown; a key has {', '.join(_KEY_KEYS)}", name)
-        if not isinstance(value, str):
-            raise InvalidEntry(f"{name} is {value!r}; it must be a string", name)
+    check_entry(given, "a key", _KEY_KEYS)
     digest = given.get("sha256", "").lower()
     if not _SHA256.fullmatch(digest):  # it may be the key itself, which no log should have
         raise InvalidEntry("a key has no sha256 of 64 hexadecimal digits; never write the key itself", "sha256")
@@ -149,7 +166,12 @@ def _key_of(given: Mapping[str, Any], table: TenantTable) -> tuple[bytes, Access
         raise InvalidEntry(
             f"tenant is {tenant!r}, which is not a tenant; there are {', '.join(names) or 'none'}", "tenant"
         )
-    return bytes.fromhex(digest), Access(**{name: value for name, value in given.items() if name != "sha256"})
+    unknown = [name for name in given.get("scopes", ()) if name not in SCOPES]
+    if unknown:
+        raise InvalidEntry(f"scopes has {unknown[0]!r:.80}; choose of {', '.join(SCOPES)}", "scopes")
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    values: dict[str, Any] = {name: value for name, value in given.items() if name != "sha256"}
+    return bytes.fromhex(digest), Access(**(values | lists))
 
 
 def _check_classes(access: Access, classes: ClassTable) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.policy.objectives.service_class import InvalidEntry
+from headway.policy.objectives.service_class import ANYTHING, InvalidEntry, check_entry
 
 T = TypeVar("T")
 MOST = 1e9  # of a number of a file where nothing else is said, such as seconds
@@ -72,9 +72,7 @@ def _gives(line: str, key: str | int | None) -> bool:
 
 def check_keys(entry: Mapping[str, Any], keys: Iterable[str], what: str) -> None:
     """Raise InvalidEntry for a key that a table does not have."""
-    for key in entry:
-        if key not in keys:
-            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(keys)}", key)
+    check_entry(entry, what, dict.fromkeys(keys, ANYTHING))
 
 
 def number(entry: Mapping[str, Any], key: str, least: float, most: float = MOST) -> float:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,24 +13,23 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headway import __version__
-from headway.gateway.asked import POSTS, Api, Body, body_of
+from headway.gateway.admin import Admin
+from headway.gateway.asked import OF_BATCHES, POSTS, Api, Body, body_of
 from headway.gateway.exchange import Exchange
 from headway.gateway.gateway import Gateway
+from headway.gateway.member import Member
 from headway.gateway.metrics import CONTENT_TYPE
 from headway.gateway.relay import Relay
+from headway.gateway.stored import IS_ID, STORED, model_of_upload
 from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
-from headway.server.edge.edge import ACCESS, IGNORED, Edge, cross_origin
+from headway.server.edge.edge import ACCESS, ADMIN_PATH, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.edge.streaming import wait_until_gone
+from headway.server.edge.streaming import WHEN_GONE
 from headway.server.errors import ApiError, ClientGone
 
 EXPOSITION_EVERY_S = 0.1
-_STORED = re.compile(r"/v1/responses/([\w-]{1,200})(?:/cancel|/input_items)?")
-_ELSEWHERE = {
-    "/v1/files": "; batches are files of one server, so ask a backend itself",
-    "/v1/batches": "; batches are files of one server, so ask a backend itself",
-}
+Answer = Response | Relay
 
 
 class Application:
@@ -41,8 +37,8 @@ class Application:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._gone: dict[Exchange, asyncio.Task[None]] = {}  # each is done when the client has gone
         exposition = partial(gateway.metrics.exposition, bool(gateway.settings.metrics_keys))
+        self._admin = Admin(gateway) if gateway.settings.admin_keys else None
         self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
         self._gets: dict[str, Callable[[], Response]] = {
             "/": self._root,
@@ -50,7 +46,6 @@ class Application:
             "/ping": lambda: health(gateway.check_ready),
             "/version": lambda: _json({"version": __version__}),
             "/load": lambda: _json({"server_load": gateway.in_flight}),
-            "/v1/models": self._models,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +53,7 @@ class Application:
             return
         path: str = scope["path"]
         try:
-            answer = await self._answer(Request(scope, receive), scope["method"], path)
+            answer: Answer = await self._answer(Request(scope, receive), scope["method"], path)
         except ApiError as error:
             self._gateway.metrics.refused(error)
             answer = error.response(path)
@@ -66,25 +61,32 @@ class Application:
             answer = Response(status_code=499)
         await answer(scope, receive, send)
 
-    async def _answer(self, request: Request, method: str, path: str) -> Response:
+    async def _answer(self, request: Request, method: str, path: str) -> Answer:
         api = POSTS.get(path)
+        if api is not None and method == "GET" and api.stores in OF_BATCHES:
+            self._gateway.check_up()
+            listed = self._gateway.homes.listed(api.stores, request.scope[ACCESS].tenant, request.query_params)
+            return Response(await listed, media_type="application/json")
         if api is not None:
             return await self._pass_on(request, path, api) if method == "POST" else _not_allowed(method, path, "POST")
-        if stored := _STORED.fullmatch(path):
-            return await self._pass_on_stored(request, path, stored[1])
+        if stored := STORED.fullmatch(path):
+            return await self._pass_on_stored(request, path, stored[1], stored[2])
+        if self._admin is not None and path.startswith(ADMIN_PATH):
+            return await self._admin.answer(request, method, path)
         if path == "/metrics" and method == "GET":
             return Response(await self._exposition.get(), media_type=CONTENT_TYPE)
         if make := self._gets.get(path):
             is_ping = path == "/ping" and method == "POST"  # SageMaker may use either
             return make() if method in ("GET", "HEAD") or is_ping else _not_allowed(method, path, "GET")
+        if path == "/v1/models":
+            return self._models(request) if method in ("GET", "HEAD") else _not_allowed(method, path, "GET")
         if path.startswith("/v1/models/"):
-            return self._model(path.removeprefix("/v1/models/"))
-        hint = next((hint for route, hint in _ELSEWHERE.items() if path.startswith(route)), "")
-        raise ApiError(404, f"there is no {method} {path[:200]}{hint}", code="not_found")
+            return self._model(request, path.removeprefix("/v1/models/"))
+        raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
 
     # --- requests that are passed on ----------------------------------------------------------------------
 
-    async def _pass_on(self, request: Request, path: str, api: Api) -> Response:
+    async def _pass_on(self, request: Request, path: str, api: Api) -> Answer:
         gateway, access = self._gateway, request.scope[ACCESS]
         gateway.check_up()
         if api.is_work:
@@ -92,32 +94,57 @@ class Application:
             if gateway.quotas is not None:
                 gateway.quotas.refuse_if_over(access.tenant)
         async with gateway.bodies.received(request) as received:
-            body, raw = body_of(received), bytes(received)
-        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end)
+            raw = bytes(received)
+            body = Body(model=model_of_upload(raw)) if api.stores == "files" else body_of(received)
+        home = await self._home_of(body, api, access.tenant) if api.stores else None
+        exchange = Exchange(gateway, request, path, api, body, raw, self._terms(request, body), self._end, home)
         return await self._run(request, exchange, api)
 
-    async def _pass_on_stored(self, request: Request, path: str, response_id: str) -> Response:
-        home = self._gateway.home_of(response_id)
-        if not home:
-            raise ApiError(404, f"no response {response_id} is known here", code="response_not_found")
-        api, body = Api(is_work=False), Body(previous_response_id=response_id)
-        async with self._gateway.bodies.received(request) as received:
-            raw = bytes(received)
-        return await self._run(
-            request, Exchange(self._gateway, request, path, api, body, raw, self._default_terms(), self._end), api
-        )
+    async def _home_of(self, body: Body, api: Api, tenant: str) -> Member | None:
+        """The backend that has what a request goes on with. Raises ApiError."""
+        homes = self._gateway.homes
+        if api.stores == "responses" and (response_id := body.previous_response_id):
+            home = await homes.of("responses", response_id, tenant) if IS_ID.fullmatch(response_id) else None
+            if home is None:
+                message = f"no response {response_id[:60]!r} is known here"
+                raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
+            return home
+        if api.stores != "batches":
+            return None
+        if self._gateway.has_limit(tenant):
+            raise ApiError(
+                403,
+                f"tenant {tenant!r} has limits, and what batches use is not charged here; send requests themselves",
+                code="batches_not_charged",
+                kind="permission_error",
+            )
+        file_id = body.input_file_id or ""
+        home = await homes.of("files", file_id, tenant) if IS_ID.fullmatch(file_id) else None
+        if home is None:
+            raise ApiError(404, f"no file {file_id[:60]!r} is known here", param="input_file_id", code="file_not_found")
+        return home
 
-    async def _run(self, request: Request, exchange: Exchange, api: Api) -> Response:
+    async def _pass_on_stored(self, request: Request, path: str, kind: str, object_id: str) -> Answer:
+        gateway, tenant = self._gateway, request.scope[ACCESS].tenant
+        gateway.check_up()
+        home = await gateway.homes.of(kind, object_id, tenant)
+        if home is None:
+            raise gateway.homes.not_found(kind, object_id)
+        api = Api(is_work=False, stores=kind, is_json=not path.endswith("/content"))
+        async with gateway.bodies.received(request) as received:
+            raw = bytes(received)
+        terms = Terms(gateway.classes.table.default_class, tenant=tenant)
+        return await self._run(request, Exchange(gateway, request, path, api, Body(), raw, terms, self._end, home), api)
+
+    async def _run(self, request: Request, exchange: Exchange, api: Api) -> Answer:
         gateway = self._gateway
         gateway.begin()
-        gone = asyncio.create_task(wait_until_gone(request.receive))
-        gone.add_done_callback(exchange.leave)
-        self._gone[exchange] = gone
+        request.scope[WHEN_GONE](exchange.leave)
         streams = False
         try:
             gateway.enlist(exchange)
             if api.is_work:
-                exchange.enter()
+                await exchange.enter()
             answer = await exchange.answer()
             streams = isinstance(answer, Relay)
             return answer
@@ -126,7 +153,6 @@ class Application:
                 self._end(exchange)
 
     def _end(self, exchange: Exchange) -> None:
-        self._gone.pop(exchange).cancel()
         exchange.release()
         self._gateway.end()
 
@@ -136,10 +162,7 @@ class Application:
         if gateway.has_files:
             return terms_of(gateway.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
         ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
-        return replace(self._default_terms(), ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
-
-    def _default_terms(self) -> Terms:
-        return Terms(self._gateway.classes.table.default_class)
+        return Terms(gateway.classes.table.default_class, ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
 
     # --- what the gateway says itself ---------------------------------------------------------------------
 
@@ -147,20 +170,22 @@ class Application:
         places = {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
         return _json({"server": f"headway gateway {__version__}"} | places)
 
-    def _cards(self) -> dict[str, Any]:
+    def _cards(self, request: Request) -> dict[str, Any]:
+        """The models that the request's key may use."""
         found: dict[str, Any] = {}
+        allowed = request.scope[ACCESS].models
         for member in self._gateway.members.values():
-            for name in member.models:
+            for name in (each for each in member.models if not allowed or each in allowed):
                 plain = {"id": name, "object": "model", "created": 0, "owned_by": member.entry.name}
                 found.setdefault(name, member.cards.get(name, plain))
         return found
 
-    def _models(self) -> Response:
+    def _models(self, request: Request) -> Response:
         self._gateway.check_up()
-        return _json({"object": "list", "data": list(self._cards().values())})
+        return _json({"object": "list", "data": list(self._cards(request).values())})
 
-    def _model(self, name: str) -> Response:
-        card = self._cards().get(name)
+    def _model(self, request: Request, name: str) -> Response:
+        card = self._cards(request).get(name)
         if card is None:
             raise ApiError(404, f"model {name[:200]!r} is not served here", param="model", code="model_not_found")
         return _json(card)
@@ -184,5 +209,6 @@ def create_gateway_app(gateway: Gateway) -> ASGIApp:
         keys=lambda: gateway.keys,
         pace=gateway.pace,
         metrics_keys=settings.metrics_keys,
+        admin_keys=settings.admin_keys,
         cross_origin=cross_origin(settings),
     )

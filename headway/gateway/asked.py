@@ -38,6 +38,7 @@ class Body(msgspec.Struct):
     service_tier: str | None = None
     include_timings: bool | None = None
     previous_response_id: str | None = None
+    input_file_id: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     prompt: msgspec.Raw = _NULL
@@ -116,16 +117,22 @@ class Api:
     Args:
         streams: it may answer with a stream, whose errors are those of this API.
         is_work: it uses the model, and is admitted and charged.
+        stores: what it stores at a backend, or asks for there: responses, files or batches.
+        is_json: its answers are JSON.
     """
 
     streams: Terminal = ""
     is_work: bool = True
+    stores: str = ""
+    is_json: bool = True
 
 
+# What Api.stores may be of which only some backends have it.
+OF_BATCHES = ("files", "batches")
 POSTS = {
     "/v1/chat/completions": Api("openai"),
     "/v1/completions": Api("openai"),
-    "/v1/responses": Api("responses"),
+    "/v1/responses": Api("responses", stores="responses"),
     "/v1/messages": Api("messages"),
     "/v1/embeddings": Api(),
     "/v1/score": Api(),
@@ -136,4 +143,6 @@ POSTS = {
     "/tokenize": Api(is_work=False),
     "/detokenize": Api(is_work=False),
     "/v1/messages/count_tokens": Api(is_work=False),
+    "/v1/files": Api(is_work=False, stores="files"),
+    "/v1/batches": Api(is_work=False, stores="batches"),
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from headway.gateway.events import BrokenStream, EventReader, Part
+from headway.gateway.failures import BUSY
 from headway.gateway.member import Member, clock
 from headway.gateway.upstream import Connection, UpstreamFailed
 from headway.policy.admission.queue_bound import Place
@@ -22,21 +24,21 @@ EVENT_STREAM = b"text/event-stream"
 
 @dataclass(slots=True)
 class Head:
-    """The status of an answer, and its headers, with names in lower case."""
+    """The status of an answer, its headers, with names in lower case, and whether it comes as events."""
 
     status: int
     headers: dict[bytes, bytes]
+    is_stream: bool
 
-    @property
-    def is_stream(self) -> bool:
-        return self.status == 200 and self.headers.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+
+# Makes of an event of an attempt, and of what it says, what the client gets; empty for nothing.
+Edit: TypeAlias = "Callable[[bytes, Part | None, Attempt], bytes]"
 
 
 class Attempt:
     """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
 
     Args:
-        edit: makes of an event what the client gets; empty for nothing.
         on_token: called once, when the first token has come.
 
     Attributes:
@@ -50,7 +52,7 @@ class Attempt:
         member: Member,
         ask: Ask,
         learns: bool,
-        edit: Callable[[bytes, Part | None, EventReader], bytes],
+        edit: Edit,
         on_token: Callable[[], None],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -81,24 +83,21 @@ class Attempt:
         """Send the request and wait until `ready`. A connection that had been idle may be found closed: then a new one
         is made. Raises UpstreamFailed.
         """
-        member = self.member
-        timeout_s = member.pool.timeouts.first_byte_s
-        connection, was_used = await member.connection()
-        if self._given_up is not None:
-            connection.drop()
-            raise self._given_up
-        self._connection, self.sent_ns = connection, clock()
-        self._connection.ask(request, self, timeout_s)
+        kept = self.member.pool.idle()
         try:
-            return await self.ready
+            return await self._ask(kept, request)
         except UpstreamFailed as error:
-            if not (was_used and error.is_unheard):
+            if kept is None or not error.is_unheard:
                 raise
-        member.outcomes["resent"] += 1
+        self.member.outcomes["resent"] += 1
         self.ready, self.done = self.ready.get_loop().create_future(), self.done.get_loop().create_future()
-        self._connection = await member.pool.connect()
-        self._connection.ask(request, self, timeout_s)
-        await self.ready
+        self._connection = None
+        await self._ask(None, request)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its answer is one that another backend may not give."""
+        return self.head is not None and self.head.status in BUSY
 
     def attach(self, writer: EventWriter) -> None:
         """Hand what has come to the writer, and from now on what comes."""
@@ -150,7 +149,9 @@ class Attempt:
     # --- what the connection calls ----------------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.head = Head(status, dict(headers))
+        found = dict(headers)
+        is_stream = status == 200 and found.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+        self.head = Head(status, found, is_stream)
 
     def on_piece(self, data: bytes) -> None:
         assert self.head is not None
@@ -162,7 +163,7 @@ class Attempt:
         found: list[bytes] = []
         try:
             for raw, part in self.events.whole(data):
-                found.append(self._edit(raw, part, self.events))
+                found.append(self._edit(raw, part, self))
         except BrokenStream as error:
             self._write(b"".join(found))
             return self._fail(UpstreamFailed("malformed", str(error)))
@@ -180,6 +181,16 @@ class Attempt:
         self._finish(failure)
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    async def _ask(self, kept: Connection | None, request: bytes) -> None:
+        pool = self.member.pool
+        connection = await pool.connect() if kept is None else kept
+        if self._given_up is not None:
+            connection.drop()
+            raise self._given_up
+        self._connection, self.sent_ns = connection, self.sent_ns or clock()
+        connection.ask(request, self, pool.timeouts.first_byte_s)
+        await self.ready
 
     def _note_token(self) -> None:
         now = self.first_token_ns = clock()

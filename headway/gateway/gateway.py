@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
+from dataclasses import replace
 
 from headway.config_files.classes import ClassFile
 from headway.config_files.gateway import BackendEntry, GatewayFile, read_gateway_file
 from headway.config_files.tenants import TenantFile
-from headway.gateway.asked import Body
+from headway.gateway.asked import OF_BATCHES, Body
 from headway.gateway.member import Member, clock
 from headway.gateway.metrics import GatewayMetrics
 from headway.gateway.settings import MOST_IN_FLIGHT, MOST_TOKENS, GatewaySettings
+from headway.gateway.stored import Homes, no_store
 from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.admission.quota import TOTAL
 from headway.policy.fleet.backend import Ask
 from headway.policy.fleet.health import RetryBudget
 from headway.policy.fleet.routing import router_of
@@ -22,11 +24,12 @@ from headway.server.door import Door
 from headway.server.edge.bodies import Bodies
 from headway.server.edge.pacing import Pace
 from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.quotas import Budgets
 
 # Small requests that may begin in one turn of the event loop; each takes some tenth of a millisecond.
 BEGUN_PER_TURN = 16
-# Stored responses of which the gateway knows where they are.
-REMEMBERED_RESPONSES = 100_000
+# One of so many requests may be asked of a second backend as the first one is slow.
+HEDGED_OF = 20
 logger = logging.getLogger("headway.server")
 
 
@@ -41,14 +44,14 @@ class Gateway(Door):
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        super().__init__(settings)
         self.settings, self.file = settings, settings.file
+        super().__init__(settings)
         self.bodies = Bodies(settings.max_body_size)
         self.pace = Pace(BEGUN_PER_TURN)
         self.members: dict[str, Member] = {}
-        self.retries = RetryBudget()
+        self.retries, self.hedges = RetryBudget(), RetryBudget(per_retry=HEDGED_OF)
         self._addresses: dict[str, list[str]] = {}  # of names that are looked up
-        self._homes: OrderedDict[str, str] = OrderedDict()  # of stored responses
+        self.homes = Homes(lambda: self.members, settings.tenants is not None)
         self.metrics = GatewayMetrics(settings.metrics_prefix, self.quotas, lambda: self.members, self.state_of)
         choices, tokens = settings.max_num_queued_reqs, settings.max_num_queued_tokens
         self.admission.queues.of_all.limits = QueueLimits(
@@ -56,6 +59,13 @@ class Gateway(Door):
         )
         self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self.take(settings.file)
+
+    def _quotas_of(self, tenants: TenantFile) -> Budgets:
+        if not self.file.shared.redis:
+            return super()._quotas_of(tenants)
+        from headway.gateway.shared.quotas import SharedQuotas
+
+        return SharedQuotas(tenants.table, self.file.shared)
 
     # --- what the files say -----------------------------------------------------------------------------
 
@@ -116,8 +126,7 @@ class Gateway(Door):
 
     def reload_files(self) -> None:
         """Read the files again. If one is wrong, it stays as it was, and the log says so."""
-        if self.has_files:
-            self.metrics.on_reload("done" if self.read_files_again() else "failed")
+        self.reload_keys()
         if not self.file.path:
             return
         try:
@@ -125,9 +134,24 @@ class Gateway(Door):
         except ValueError as error:
             logger.error("backends are unchanged: %s", error)
             return self.metrics.on_reload("failed")
+        if file.shared != self.file.shared:
+            logger.error("[shared] is unchanged: restart the gateway to share something else")
+            file = replace(file, shared=self.file.shared)
         self.take(file)
         logger.info("backends are now %s", ", ".join(each.name for each in file.backends))
         self.metrics.on_reload("done")
+
+    def has_limit(self, tenant: str) -> bool:
+        """Whether a tenant, or all together, may use only so much."""
+        if self.quotas is None:
+            return False
+        meters = (*self.quotas.quotas.of(tenant), *self.quotas.quotas.of(TOTAL))
+        return any(each.limit for each in meters)
+
+    def reload_keys(self) -> None:
+        """Read the files of classes and of tenants again, where there are any."""
+        if self.has_files:
+            self.metrics.on_reload("done" if self.read_files_again() else "failed")
 
     # --- which backend ----------------------------------------------------------------------------------
 
@@ -142,16 +166,20 @@ class Gateway(Door):
         """Names of all models, those of the first backend first."""
         return list(dict.fromkeys(name for each in self.members.values() for name in each.models))
 
-    def serving(self, body: Body) -> list[Member]:
-        """The backends that have the model of a request.
+    def serving(self, body: Body, stores: str = "") -> list[Member]:
+        """The backends that have the model of a request, and where it stores files or batches, those that do.
 
         Raises:
             ApiError: 404 where none has it, 400 where the request names none and there are several, 503 while backends
                 have not said what they have.
         """
         members = [each for each in self.members.values() if not each.is_leaving]
+        if stores in OF_BATCHES:
+            members = [each for each in members if each.entry.batches]
+            if not members:
+                raise no_store(stores)
         found = [each for each in members if each.serves(body.model)]
-        if body.model is None and len(self.models()) > 1:
+        if body.model is None and len(self.models()) > 1 and stores not in OF_BATCHES:
             raise bad_request(f"model is missing; there are {', '.join(self.models())[:300]}", "model")
         if found:
             return found
@@ -164,20 +192,17 @@ class Gateway(Door):
             code="model_not_found",
         )
 
-    def route(self, ask: Ask, serving: list[Member], tried: set[Member], home: str = "") -> Member:
+    def route(self, ask: Ask, serving: list[Member], tried: set[Member]) -> Member:
         """The backend that gets a request.
 
         Args:
             serving: those that have its model.
             tried: those that have failed on it, which are not asked again.
-            home: the name of the backend that has what it goes on with; empty where that does not matter.
 
         Raises:
             ApiError: 503 where none is well, 429 where all are full, 400 where its prompt fits none.
         """
         now = clock()
-        if home:
-            serving = [self.members[home]]
         able = [each for each in serving if each not in tried and each.takes(ask, now)]
         if not able:
             raise self._why_none(ask, serving, now)
@@ -186,6 +211,13 @@ class Gateway(Door):
         for each in able:
             each.seen.share = each.breaker.share(now)
         return able[self.router.choose(ask, [each.seen for each in able])]
+
+    def at_home(self, member: Member) -> Member:
+        """The backend that has what a request goes on with. Raises ApiError 503 where it is not well."""
+        now = clock()
+        if not member.breaker.allows(now):
+            raise self._no_backend("the backend that has this is not well", [member], now)
+        return member
 
     def has_other(self, ask: Ask, serving: list[Member], tried: set[Member]) -> bool:
         """Whether a request can be sent to a backend that has not failed on it."""
@@ -221,21 +253,11 @@ class Gateway(Door):
             return "draining"
         return member.breaker.state(now) if member.is_known else "unknown"
 
-    # --- stored responses -------------------------------------------------------------------------------
-
-    def remember(self, response_id: str, member: Member) -> None:
-        """Note which backend has a response."""
-        self._homes[response_id] = member.entry.name
-        if len(self._homes) > REMEMBERED_RESPONSES:
-            self._homes.popitem(last=False)
-
-    def home_of(self, response_id: str | None) -> str:
-        """The name of the backend that has a response; empty where nobody knows."""
-        home = self._homes.get(response_id or "", "")
-        return home if home in self.members else ""
-
     async def close(self) -> None:
         """Close what is open."""
+        self.full_collections.stop()
+        if self.quotas is not None:
+            await self.quotas.drained()
         self.end_background()
         for member in self.members.values():
             member.pool.close()

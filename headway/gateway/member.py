@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from headway.config_files.gateway import BackendEntry, Timeouts
-from headway.gateway.upstream import Connection, Pool
+from headway.gateway.upstream import Pool
 from headway.policy.admission.queue_bound import QueueLimits, Queues
 from headway.policy.fleet.backend import Ask, Backend
 from headway.policy.fleet.health import Breaker, HealthRule
@@ -27,6 +27,8 @@ class Member:
     """One backend.
 
     Attributes:
+        label: its name and what its operator says of it, for a header.
+        head: headers that every request to it has.
         cards: what the backend says of each of its models, by their names.
         is_known: it has been asked at least once, or the file has its models.
         in_flight: requests that are there.
@@ -35,8 +37,8 @@ class Member:
     """
 
     def __init__(self, entry: BackendEntry, timeouts: Timeouts, rule: HealthRule, classes: ClassTable) -> None:
-        self.entry = entry
         self.pool = Pool(entry, timeouts)
+        self._take_entry(entry)
         self.breaker = Breaker(rule)
         self.seen = Backend(entry.name, Queues(QueueLimits(), classes), entry.weight, entry.labels)
         self.cards: dict[str, msgspec.Raw] = {}
@@ -49,11 +51,6 @@ class Member:
     @property
     def models(self) -> list[str]:
         return list(self.entry.models) or list(self.cards)
-
-    @property
-    def label(self) -> str:
-        """The backend and what its operator says of it, for a header."""
-        return "; ".join([self.entry.name, *(f"{key}={value}" for key, value in self.entry.labels.items())])
 
     def serves(self, model: str | None) -> bool:
         """Whether it has a model; any where the request names none."""
@@ -71,17 +68,20 @@ class Member:
 
     def take(self, entry: BackendEntry, timeouts: Timeouts, rule: HealthRule) -> None:
         """Take what the file says now. Its address is as before."""
-        self.entry = self.pool.entry = entry
+        self._take_entry(entry)
         self.pool.timeouts, self.breaker.rule = timeouts, rule
         self.seen.weight, self.seen.labels = entry.weight, entry.labels
         self.is_known = self.is_known or bool(entry.models)
+
+    def _take_entry(self, entry: BackendEntry) -> None:
+        self.entry = self.pool.entry = entry
+        self.label = "; ".join([entry.name, *(f"{key}={value}" for key, value in entry.labels.items())])
+        host = f"[{entry.host}]" if ":" in entry.host else entry.host
+        is_usual = entry.port == (443 if entry.is_tls else 80)
+        head = f"host: {host if is_usual else f'{host}:{entry.port}'}\r\naccept-encoding: identity\r\n"
+        self.head = (head + (f"authorization: Bearer {entry.key}\r\n" if entry.key else "")).encode()
 
     def move_waiting(self) -> None:
         """Send requests of whose answer nothing has come to other backends: this one does not answer."""
         for each in list(self.waiting):
             each.move()
-
-    async def connection(self) -> tuple[Connection, bool]:
-        """A connection, and whether it was used before. Raises UpstreamFailed."""
-        kept = self.pool.idle()
-        return (kept, True) if kept is not None else (await self.pool.connect(), False)

@@ -13,12 +13,13 @@ from headway.gateway.member import Member, clock
 from headway.server.errors import ApiError
 from headway.server.metrics.families import Families
 from headway.server.metrics.tenants import TenantMetrics
-from headway.server.quotas import TenantQuotas
+from headway.server.quotas import Budgets
 
 SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
     *(0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0),
 )
+_ENDED_TOGETHER = 64
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 STATES = ("closed", "half_open", "open", "down", "unknown", "draining")
 
@@ -36,13 +37,14 @@ class GatewayMetrics:
     def __init__(
         self,
         prefix: str,
-        quotas: TenantQuotas | None,
+        quotas: Budgets | None,
         members: Callable[[], Mapping[str, Member]],
         state_of: Callable[[Member, int], str],
     ) -> None:
         self._members, self._state_of = members, state_of
         self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
         self._families = Families(prefix, {})
+        self._ended: list[tuple[int, int, int]] = []
         histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
         counter = partial(Counter, registry=self.registry)
         self._ttft = histogram(prefix + "time_to_first_token_seconds", "First byte until the first token.")
@@ -61,10 +63,19 @@ class GatewayMetrics:
 
     def ended(self, arrived_ns: int, received_ns: int, sent_ns: int, first_token_ns: int) -> None:
         """Count a request that has its answer; `first_token_ns` is 0 where that came in one piece."""
-        self._e2e.observe((clock() - arrived_ns) * 1e-9)
-        self._route.observe((sent_ns - received_ns) * 1e-9)
-        if first_token_ns:
-            self._ttft.observe((first_token_ns - arrived_ns) * 1e-9)
+        ttft_ns = first_token_ns - arrived_ns if first_token_ns else 0
+        self._ended.append((clock() - arrived_ns, sent_ns - received_ns, ttft_ns))
+        if len(self._ended) == _ENDED_TOGETHER:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Count the requests that have gathered, while the code for it is in the processor's caches."""
+        for e2e_ns, route_ns, ttft_ns in self._ended:
+            self._e2e.observe(e2e_ns * 1e-9)
+            self._route.observe(route_ns * 1e-9)
+            if ttft_ns:
+                self._ttft.observe(ttft_ns * 1e-9)
+        self._ended.clear()
 
     def refused(self, error: ApiError) -> None:
         """Count a request that got an error of the gateway."""
@@ -92,5 +103,6 @@ class GatewayMetrics:
 
     def exposition(self, with_tenants: bool) -> bytes:
         """The text of all metrics."""
+        self._settle()
         own: bytes = prometheus_client.generate_latest(self.registry)
         return own + prometheus_client.generate_latest(self._of_tenants) if with_tenants else own

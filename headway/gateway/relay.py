@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headway.gateway.attempt import Attempt
@@ -16,49 +15,59 @@ from headway.gateway.upstream import UpstreamFailed
 from headway.server.edge.settings import EdgeSettings
 from headway.server.edge.streaming import ABORT_CONNECTION, WRITE_NOW, EventWriter, SlowReader
 
+HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 logger = logging.getLogger("headway.server")
 
 
-class Relay(Response):
+class Relay:
     """An answer in server-sent events.
 
     Args:
-        finish: called when the backend's stream has ended, with the writer, for a last event, and why it failed.
+        headers: headers of the answer, beside those that every stream has.
+        finish: called when the backend's stream has ended, with the writer, for a last event, and why it failed. It
+            returns whether another attempt goes on with the stream, which follow() is given, or else the writer's end.
         done: called once when the answer has ended, however it ended.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         attempt: Attempt,
         settings: EdgeSettings,
-        headers: dict[str, str],
-        finish: Callable[[EventWriter, UpstreamFailed | None], None],
+        headers: list[tuple[bytes, bytes]],
+        finish: Callable[[EventWriter, UpstreamFailed | None], bool],
         done: Callable[[], None],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
-        del self.headers["content-length"]
+        self._headers = [*HEADERS, *headers]
         self._attempt, self._settings, self._finish, self._done = attempt, settings, finish, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
-        writer = EventWriter(send, self.raw_headers, settings.max_stream_buffer, settings.send_timeout, write_now)
+        writer = EventWriter(send, self._headers, settings.max_stream_buffer, settings.send_timeout, write_now)
         writer.overflow.add_done_callback(lambda _: _drop(scope, "its buffer is full"))
-        self._attempt.done.add_done_callback(partial(self._ended, writer))
         try:
-            self._attempt.attach(writer)
+            self.follow(self._attempt, writer)
             await writer.run()
         except SlowReader as error:
             _drop(scope, str(error))
         finally:
             self._done()
 
+    def follow(self, attempt: Attempt, writer: EventWriter) -> None:
+        """Pass on what comes of an attempt."""
+        attempt.done.add_done_callback(partial(self._ended, writer))
+        attempt.attach(writer)
+
     def _ended(self, writer: EventWriter, done: asyncio.Future[UpstreamFailed | None]) -> None:
+        goes_on = False
         if not done.cancelled():
             with contextlib.suppress(SlowReader):  # the connection is being cut
-                self._finish(writer, done.result())
-        writer.close()
+                goes_on = self._finish(writer, done.result())
+        if not goes_on:
+            writer.close()
 
 
 def _drop(scope: Scope, reason: str) -> None:

@@ -87,6 +87,7 @@ def run_gateway(
         server = GatewayServer(settings, certificate)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, server.reload)
+        server.gateway.full_collections.start()
         loop.call_soon(on_ready, server.gateway, url_of(listener, certificate is not None))
         await server.serve(sockets=[listener])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.config_files.gateway import GatewayFile
-from headway.flags import Flag, limit
+from headway.flags import Flag, limit, said
 from headway.server.edge.settings import EdgeSettings
 
 MOST_IN_FLIGHT, MOST_TOKENS = 10_000, 50_000_000
@@ -38,5 +38,16 @@ class GatewaySettings(EdgeSettings):
             metavar="N|none",
         ),
     ] = None
+    admin_keys: Annotated[
+        list[str],
+        Flag(
+            "Key for /admin/keys, which makes and revokes keys in the file of --tenants; may be repeated.",
+            "--admin-key",
+            panel="Server",
+            parse=said,
+            repeated=True,
+            envvar=("HEADWAY_ADMIN_KEY",),
+        ),
+    ] = field(default_factory=list)
     metrics_prefix: Annotated[str, Flag("Prefix of metric names.", panel="Server")] = "headway_gateway:"
     file: GatewayFile = field(default_factory=lambda: GatewayFile(()))

@@ -99,6 +99,7 @@ def run_up(
 
     async def serve() -> None:
         server = GatewayServer(settings, certificate)
+        server.gateway.full_collections.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
         url = url_of(listener, certificate is not None)
         console.print(f"headway gateway at {url}; the servers' logs are in {folder}", highlight=False, soft_wrap=True)

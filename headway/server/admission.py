@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from headway.engine.messages import Ready
 from headway.policy.admission.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
@@ -34,14 +35,17 @@ class Admission:
                 self._settings.max_num_queued_tokens,
             )
 
-    def admit(self, choices: int, service: ServiceClass, tenant: str) -> Place:
+    def admit(self, choices: int, service: ServiceClass, tenant: str, lengths: Sequence[int] = ()) -> Place:
         """A place for a request of a class and a tenant, with this many choices.
+
+        Args:
+            lengths: tokens of its prompts, where they are known; add_prompts() adds others.
 
         Raises:
             ApiError: 429 when others have taken what it needs; 400 when even an empty server would have no room for it.
         """
         place = self.queues.place(service.name, tenant)
-        self._check(place.take(choices))
+        self._check(place.take(choices, lengths))
         return place
 
     def add_prompts(self, place: Place, lengths: list[int]) -> None:

@@ -17,10 +17,11 @@ TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 
 
 class NamesClass(Protocol):
-    """A body that may name a class, in either of two ways."""
+    """A body that may name a class, in either of two ways, and a model."""
 
     service_class: str | None
     service_tier: Any
+    model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,16 @@ def terms_of(
 
     Raises:
         ApiError: 400 when there is no such class, its names contradict each other, or a header is no objective; 403
-            when the key may not use the class.
+            when the key may not use the class, or the model.
     """
+    if access.models and body.model not in access.models:
+        raise ApiError(
+            403,
+            f"this API key may use {', '.join(access.models)[:300]}, not {(body.model or 'what no model names')[:200]}",
+            param="model",
+            code="model_not_allowed",
+            kind="permission_error",
+        )
     service = _class_of(table, access, body, headers, ignored)
     if access.best and table.rank(service.name) < table.rank(access.best):
         raise ApiError(

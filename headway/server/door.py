@@ -9,7 +9,7 @@ from headway.config_files.tenants import Access, TenantFile, key_digest, read_te
 from headway.server.admission import Admission
 from headway.server.edge.in_flight import InFlight
 from headway.server.edge.settings import EdgeSettings
-from headway.server.quotas import TenantQuotas
+from headway.server.quotas import Budgets, TenantQuotas
 
 logger = logging.getLogger("headway.server")
 
@@ -28,14 +28,17 @@ class Door(InFlight):
     classes: ClassFile
     tenants: TenantFile
     keys: dict[bytes, Access]
+    quotas: Budgets | None = None
 
     def __init__(self, settings: EdgeSettings) -> None:
         super().__init__()
         self._edge = settings
         self.admission = Admission(settings)
-        self.quotas: TenantQuotas | None = None
         if settings.tenants is not None:
-            self.quotas = TenantQuotas(settings.tenants.table, settings.journal)
+            self.quotas = self._quotas_of(settings.tenants)
+
+    def _quotas_of(self, tenants: TenantFile) -> Budgets:
+        return TenantQuotas(tenants.table, self._edge.journal)
 
     @property
     def has_files(self) -> bool:

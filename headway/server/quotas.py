@@ -6,8 +6,10 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from headway.policy.admission.quota import TOTAL, UNITS, OverLimit, Quotas
 from headway.policy.admission.tenants import TenantTable
@@ -26,11 +28,14 @@ def clock_of_records() -> Callable[[], int]:
 
 
 class Charge:
-    """What one request has reserved, until it is settled."""
+    """What one request has reserved, until it is settled.
 
-    def __init__(self, of: TenantQuotas, number: int) -> None:
-        self._of = of
-        self._number = number
+    Args:
+        settle: is told what was used, as settle() is.
+    """
+
+    def __init__(self, settle: Callable[[int | None, Sequence[int]], None]) -> None:
+        self._settle = settle
         self._is_settled = False
 
     def settle(self, tokens: int | None, outputs: Sequence[int] = ()) -> None:
@@ -41,24 +46,97 @@ class Charge:
         """
         if not self._is_settled:
             self._is_settled = True
-            self._of.quotas.settle(self._number, tokens, self._of.clock(), outputs)
+            self._settle(tokens, outputs)
 
 
-class TenantQuotas:
-    """The quotas of all tenants on a clock, kept in a journal if wanted.
+class Budgets(ABC):
+    """What tenants may use, and what they are told of it, wherever that is kept.
+
+    Attributes:
+        quotas: the budgets as this process knows them.
+        refused: how many requests were refused, by tenant and unit of the limit.
+    """
+
+    quotas: Quotas
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock = clock
+        self.refused: Counter[tuple[str, str]] = Counter()
+
+    def set_tenants(self, table: TenantTable) -> None:
+        """Take the limits of another table from now on."""
+        self.quotas.set_tenants(table, self.clock())
+
+    @abstractmethod
+    async def keep(self, is_idle: Callable[[], bool]) -> None:
+        """Keep what was used where it outlasts this process, for ever."""
+
+    @abstractmethod
+    async def drained(self) -> None:
+        """Wait, not for long, until all that was used is kept there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what keeps it; nothing is charged any more."""
+
+    @abstractmethod
+    def refuse_if_over(self, tenant: str) -> None:
+        """Raise ApiError 429 when a tenant is known to have no request left, before any work is done on this one."""
+
+    @abstractmethod
+    async def reserved(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> Charge:
+        """Reserve what a request is expected to use: its prompts, and outputs as long as the tenant's latest ones.
+
+        Args:
+            outputs: how many outputs there are to be of each length at most.
+
+        Raises:
+            ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
+        """
+
+    def expected(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> int:
+        """The tokens that a request is expected to use."""
+        return prompt_tokens + sum(n * self.quotas.expected_output(tenant, most) for n, most in outputs)
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """Headers that say what is left of a tenant's budgets, or where it has no limit, of the budget of all."""
+        now, headers = self.clock(), dict[str, str]()
+        for unit, own, of_all in zip(UNITS, self.quotas.of(tenant), self.quotas.of(TOTAL), strict=True):
+            meter = own if own.limit else of_all
+            if meter.limit:
+                headers[f"x-ratelimit-limit-{unit}"] = str(meter.limit)
+                headers[f"x-ratelimit-remaining-{unit}"] = str(meter.left(now))
+                headers[f"x-ratelimit-reset-{unit}"] = _duration(meter.wait_ns(meter.limit, now))
+        return headers
+
+    def refusal(self, tenant: str, over: OverLimit) -> ApiError:
+        """The answer to a request that would be over a limit, which is counted."""
+        self.refused[tenant, over.unit] += 1
+        whose = f"tenant {over.tenant!r}" if over.tenant != TOTAL else "all tenants together"
+        wait_ms = max(1, math.ceil(over.wait_ns / 1e6))
+        return ApiError(
+            429,
+            f"Rate limit reached for {whose} on {_SHORT[over.unit]}: limit {over.limit}, left {over.left}, "
+            f"requested {over.asked}. Please try again in {_duration(over.wait_ns)}.",
+            code="rate_limit_exceeded",
+            kind=over.unit,
+            headers={"retry-after": str(math.ceil(wait_ms / 1000)), "retry-after-ms": str(wait_ms)}
+            | self.headers(tenant),
+        )
+
+
+class TenantQuotas(Budgets):
+    """Quotas of this process alone, kept in a journal if wanted.
 
     Args:
         journal: the journal's file; empty for none.
-
-    Attributes:
-        refused: how many requests were refused, by tenant and unit of the limit.
 
     Raises:
         ValueError: the journal cannot be kept (see QuotaJournal).
     """
 
     def __init__(self, table: TenantTable, journal: str, clock: Callable[[], int] | None = None) -> None:
-        self.clock = clock or clock_of_records()
+        super().__init__(clock or clock_of_records())
         self._journal = QuotaJournal(journal) if journal else None
         try:
             if self._journal is None:
@@ -67,11 +145,6 @@ class TenantQuotas:
                 self.quotas = Quotas(table, self.clock(), self._journal.append, self._journal.past)
         except OSError as error:
             raise ValueError(f"cannot keep quotas in {journal}: {error.strerror}; see --quota-journal") from None
-        self.refused: Counter[tuple[str, str]] = Counter()
-
-    def set_tenants(self, table: TenantTable) -> None:
-        """Take the limits of another table from now on."""
-        self.quotas.set_tenants(table, self.clock())
 
     async def keep(self, is_idle: Callable[[], bool]) -> None:
         """Keep the journal on the disk and short, for ever. It begins anew while the server is idle if it can."""
@@ -93,50 +166,27 @@ class TenantQuotas:
         """Raise ApiError 429 when a tenant has no request left, before any work is done on this one."""
         over = self.quotas.over_limit(tenant, None, self.clock())
         if over is not None:
-            raise self._refusal(tenant, over)
+            raise self.refusal(tenant, over)
+
+    async def drained(self) -> None:
+        return
+
+    async def reserved(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> Charge:
+        return self.reserve(tenant, prompt_tokens, outputs)
 
     def reserve(self, tenant: str, prompt_tokens: int, outputs: Iterable[tuple[int, int]]) -> Charge:
-        """Reserve what a request is expected to use: its prompts, and outputs as long as the tenant's latest ones.
-
-        Args:
-            outputs: how many outputs there are to be of each length at most.
-
-        Raises:
-            ApiError: 429 when that is more than is left of a budget; 503 when it cannot be written down.
-        """
-        tokens = prompt_tokens + sum(n * self.quotas.expected_output(tenant, most) for n, most in outputs)
+        """reserved(), which here takes no time."""
+        tokens = self.expected(tenant, prompt_tokens, outputs)
         try:
             made = self.quotas.reserve(tenant, tokens, self.clock())
         except OSError as error:
             raise unavailable(f"cannot write the quota journal: {error.strerror}", "quota_journal", 5) from None
         if isinstance(made, OverLimit):
-            raise self._refusal(tenant, made)
-        return Charge(self, made)
+            raise self.refusal(tenant, made)
+        return Charge(partial(self._settle, made))
 
-    def headers(self, tenant: str) -> dict[str, str]:
-        """Headers that say what is left of a tenant's budgets, or where it has no limit, of the budget of all."""
-        now, headers = self.clock(), dict[str, str]()
-        for unit, own, of_all in zip(UNITS, self.quotas.of(tenant), self.quotas.of(TOTAL), strict=True):
-            meter = own if own.limit else of_all
-            if meter.limit:
-                headers[f"x-ratelimit-limit-{unit}"] = str(meter.limit)
-                headers[f"x-ratelimit-remaining-{unit}"] = str(meter.left(now))
-                headers[f"x-ratelimit-reset-{unit}"] = _duration(meter.wait_ns(meter.limit, now))
-        return headers
-
-    def _refusal(self, tenant: str, over: OverLimit) -> ApiError:
-        self.refused[tenant, over.unit] += 1
-        whose = f"tenant {over.tenant!r}" if over.tenant != TOTAL else "all tenants together"
-        wait_ms = max(1, math.ceil(over.wait_ns / 1e6))
-        return ApiError(
-            429,
-            f"Rate limit reached for {whose} on {_SHORT[over.unit]}: limit {over.limit}, left {over.left}, "
-            f"requested {over.asked}. Please try again in {_duration(over.wait_ns)}.",
-            code="rate_limit_exceeded",
-            kind=over.unit,
-            headers={"retry-after": str(math.ceil(wait_ms / 1000)), "retry-after-ms": str(wait_ms)}
-            | self.headers(tenant),
-        )
+    def _settle(self, number: int, tokens: int | None, outputs: Sequence[int]) -> None:
+        self.quotas.settle(number, tokens, self.clock(), outputs)
 
 
 def _duration(length_ns: int) -> str:

@@ -25,9 +25,9 @@ from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.ended import Ended
 from headway.server.errors import ApiError, unavailable
-from headway.server.garbage import FullCollections
 from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
+from headway.server.quotas import TenantQuotas
 from headway.server.request_log import log_of
 from headway.server.settings import ServerSettings
 from headway.server.text_work import TextWork
@@ -48,6 +48,8 @@ class Service(Door):
         TextError: the checkpoint's generation_config.json has values out of range, or a file on embeddings is damaged.
         ValueError: the journal of quotas cannot be kept, or the request log not be written.
     """
+
+    quotas: TenantQuotas | None
 
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
@@ -79,7 +81,6 @@ class Service(Door):
         self.metrics.add_grammars(self.grammars)
         self.created = int(time.time())
         self.pace = Pace()
-        self.full_collections = FullCollections()
         if self.quotas is not None:
             self.metrics.add_tenants(self.quotas)
         self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
@@ -162,10 +163,6 @@ class Service(Door):
         """A place in the queue. Raises ApiError as check_ready() and Admission.admit()."""
         self.admission.fit_to(self.check_ready())
         return self.admission.admit(choices, service, tenant)
-
-    def end(self) -> None:
-        super().end()
-        self.full_collections.on_end(self.in_flight)
 
     async def close(self) -> None:
         """Stop the engine and the threads."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class LiveGateway:
             path.write_text(text)
         file = parse_gateway_file("gateway.toml", text) if path is None else read_gateway_file(str(path))
         if path is None:
-            file = type(file)(file.backends, file.routing, file.retries, file.timeouts, file.health)
+            file = replace(file, path="")
         self._settings = GatewaySettings(**{"log_level": "error", "file": file, **changes})
         self._listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

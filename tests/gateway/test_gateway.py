@@ -105,7 +105,7 @@ def test_own_routes(gateway: LiveGateway) -> None:
         ("GET", "/v1/completions", None, 405, "use POST"),
         ("POST", "/v1/models", b"{}", 405, "use GET"),
         ("POST", "/v1/nothing", b"{}", 404, "there is no POST"),
-        ("POST", "/v1/batches", b"{}", 404, "ask a backend itself"),
+        ("POST", "/v1/batches", b"{}", 404, "no file '' is known here"),
     ],
 )
 def test_bad_requests(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headway.server import garbage
-from headway.server.garbage import FullCollections
+from headway.server.edge import garbage
+from headway.server.edge.garbage import FullCollections
 from tests.server.live_server import LiveServer, eventually
 
 

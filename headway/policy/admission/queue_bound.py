@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from headway.flags import Flag, limit
 from headway.policy.admission.tenants import DEFAULT_TENANT
@@ -128,6 +128,7 @@ class QueueBound:
     service_class: str = ""
     choices: int = 0
     tokens: int = 0
+    _shares: ClassVar[bool] = False  # it may refuse without limits of its own
     _choice_rate: _Rate = field(default_factory=_Rate)
     _token_rate: _Rate = field(default_factory=_Rate)
 
@@ -162,9 +163,9 @@ class QueueBound:
         """Note that choices have ended, and that prompts of so many tokens have their first output."""
         self.choices -= choices
         self.tokens -= tokens
-        if choices:
+        if choices and (self._shares or self.limits.choices < math.inf):
             self._choice_rate.add(choices, now)
-        if tokens:
+        if tokens and (self._shares or self.limits.tokens < math.inf):
             self._token_rate.add(tokens, now)
 
     def retry_after_s(self, refusal: Refusal, now: int) -> int:
@@ -187,6 +188,7 @@ class TenantBound(QueueBound):
         weight: the weight of the tenant.
     """
 
+    _shares: ClassVar[bool] = True
     of_all: QueueBound | None = None
     tenant: str = ""
     weight: float = 1.0
@@ -252,8 +254,9 @@ class Place:
 
     def close(self, now: int) -> None:
         """Give everything back; may be called again."""
-        self._give_back(now, self._choices, sum(self._prompts))
-        self._choices, self._prompts = 0, [0] * len(self._prompts)
+        if self._choices or any(self._prompts):
+            self._give_back(now, self._choices, sum(self._prompts))
+            self._choices, self._prompts = 0, [0] * len(self._prompts)
 
 
 class Queues:

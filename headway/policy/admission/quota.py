@@ -227,6 +227,10 @@ class Quotas:
         tenant, record = self.open[number].tenant, Settle(now, number, tokens)
         self._write(record)
         self._apply(record)
+        self.learn(tenant, outputs)
+
+    def learn(self, tenant: str, outputs: Iterable[int]) -> None:
+        """Note lengths of outputs of a tenant that came to their own end."""
         for length in outputs:
             self._outputs.setdefault(tenant, OutputBound()).ended(length)
 

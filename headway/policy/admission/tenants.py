@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headway.policy.objectives.service_class import LONGEST_NAME, InvalidEntry, entries_of, within
+from headway.policy.objectives.service_class import (
+    A_NUMBER,
+    A_STRING,
+    ANYTHING,
+    KINDS,
+    LONGEST_NAME,
+    InvalidEntry,
+    check_entry,
+    entries_of,
+    within,
+)
 
 # The tenant of requests that come with a key of --api-key, or with none where none is needed.
 DEFAULT_TENANT = "default"
@@ -111,15 +121,9 @@ def _checked(keys: Mapping[str, Any], kind: type[Limits], what: str) -> dict[str
 
     Raises InvalidEntry.
     """
-    known = [each.name for each in fields(kind)]
+    kinds = {"name": A_STRING, "weight": A_NUMBER}
+    check_entry(keys, what, {each.name: kinds.get(each.name, ANYTHING) for each in fields(kind)})
     for key, value in keys.items():
-        if key not in known:
-            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(known)}", key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key == "name" and not isinstance(value, str):
-            raise InvalidEntry(f"name is {value!r}; it must be a string", key)
-        if key == "weight" and not is_number:
-            raise InvalidEntry(f"weight is {value!r}; it must be a number", key)
-        if key in LIMITS and (not is_number or value % 1 or value < 1):
+        if key in LIMITS and (not KINDS[A_NUMBER](value) or value % 1 or value < 1):
             raise InvalidEntry(f"{key} is {value!r}; it must be a whole number from 1 to {MOST_A_MINUTE}", key)
     return {key: int(value) if key in LIMITS else value for key, value in keys.items()}

@@ -7,7 +7,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from headway.policy.admission.queue_bound import QueueLimits, Queues
 from headway.policy.objectives.service_class import BUILT_IN
@@ -32,6 +31,9 @@ class Ask:
         salt: prompts with another salt share nothing.
         session: name of the conversation that it belongs to; empty for none.
         ttft_ms: milliseconds that are left until its first token is due; infinite where none is promised.
+
+    Attributes:
+        tokens: tokens of the prompt, about; at least 1.
     """
 
     content: Sequence[int] | bytes = b""
@@ -41,19 +43,24 @@ class Ask:
     session: str = ""
     ttft_ms: float = math.inf
     choices: int = 1
+    tokens: int = field(init=False)
+    _blocks: list[int] | None = field(init=False, default=None)
 
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of the prompt, about; at least 1."""
-        return max(1, len(self.content) // self.token_length)
+    def __post_init__(self) -> None:
+        self.tokens = max(1, len(self.content) // self.token_length)
 
     def beginning(self, tokens: int) -> int:
         """A hash of the first tokens."""
         return hash((zlib.crc32(self.salt.encode()), _key(self.content[: tokens * self.token_length])))
 
-    @cached_property
+    @property
     def blocks(self) -> list[int]:
         """Hashes of the blocks of the prompt, each of which covers all before it. The last may be a part of a block."""
+        if self._blocks is None:
+            self._blocks = self._hashed()
+        return self._blocks
+
+    def _hashed(self) -> list[int]:
         size, chain, found = BLOCK_TOKENS * self.token_length, zlib.crc32(self.salt.encode()), list[int]()
         for at in range(0, min(len(self.content), size * MOST_BLOCKS), size):
             chain = hash((chain, _key(self.content[at : at + size])))

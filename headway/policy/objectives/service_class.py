@@ -21,6 +21,23 @@ COUNTS = ("max_queued", "max_prompt_tokens", "max_output_tokens")
 SHARES = ("seats", "tokens", "kv")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Kinds of values in files, as errors name them; of ANYTHING its reader says more.
+A_STRING, A_NUMBER, TWO_NUMBERS, A_BOOLEAN = "a string", "a number", "a list of two numbers", "true or false"
+STRINGS, ANYTHING = "a list of strings", "anything"
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    A_STRING: lambda value: isinstance(value, str),
+    A_NUMBER: _is_number,
+    TWO_NUMBERS: lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
+    A_BOOLEAN: lambda value: isinstance(value, bool),
+    STRINGS: lambda value: isinstance(value, list) and all(isinstance(each, str) and each for each in value),
+    ANYTHING: lambda value: True,
+}
+
+
 class InvalidEntry(ValueError):
     """An entry of a file of classes or of tenants is wrong.
 
@@ -40,6 +57,20 @@ def within(*path: str | int) -> Iterator[None]:
         yield
     except InvalidEntry as error:
         raise InvalidEntry(str(error), *path, *error.path) from None
+
+
+def check_entry(entry: Mapping[str, Any], what: str, kinds: Mapping[str, str]) -> None:
+    """Raise InvalidEntry for a key that a table of a file does not have, or whose value is of another kind.
+
+    Args:
+        what: what the table describes.
+        kinds: one of KINDS for each key that it may have.
+    """
+    for key, value in entry.items():
+        if key not in kinds:
+            raise InvalidEntry(f"{key!r} is unknown; {what} has {', '.join(kinds)}", key)
+        if not KINDS[kinds[key]](value):
+            raise InvalidEntry(f"{key} is {value!r:.80}; it must be {kinds[key]}", key)
 
 
 def entries_of(content: Mapping[str, Any], key: str, make: Callable[[dict[str, Any]], T]) -> list[T]:
@@ -231,29 +262,12 @@ def table_of(content: Mapping[str, Any]) -> ClassTable:
 
 def class_of(keys: Mapping[str, Any]) -> ServiceClass:
     """A class from its keys in a file. Raises InvalidEntry: one is unknown, of another type or out of range."""
-    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        each.name: ("a number", _is_number) for each in fields(ServiceClass)
-    }
-    kinds |= dict.fromkeys(("name", "when_late"), ("a string", lambda value: isinstance(value, str)))
-    kinds["window_ms"] = ("a list of two numbers", _is_pair)
-    for key, value in keys.items():
-        if key not in kinds:
-            raise InvalidEntry(f"{key!r} is unknown; a class has {', '.join(kinds)}", key)
-        kind, is_one = kinds[key]
-        if not is_one(value):
-            raise InvalidEntry(f"{key} is {value!r}; it must be {kind}", key)
+    others = {"name": A_STRING, "when_late": A_STRING, "window_ms": TWO_NUMBERS}
+    check_entry(keys, "a class", {each.name: A_NUMBER for each in fields(ServiceClass)} | others)
     values: dict[str, Any] = {"name": "", **keys}
     if "window_ms" in keys:
         values["window_ms"] = tuple(keys["window_ms"])
     return ServiceClass(**values)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 BUILT_IN = ClassTable(

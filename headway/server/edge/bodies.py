@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from headway.server.errors import ApiError, ClientGone, too_many
 
@@ -40,17 +40,19 @@ class Bodies:
             raise self._too_large(f"the body has {stated[:19]} bytes")
         received, held = bytearray(), 0
         try:
-            try:
-                async for chunk in request.stream():
-                    received += chunk
-                    if len(received) > self._most:
-                        raise self._too_large(f"the body has more than {self._most} bytes")
-                    if len(received) > SMALL_BYTES:
-                        self._held += len(received) - held
-                        held = len(received)
-                        self._check_held()
-            except ClientDisconnect:
-                raise ClientGone from None
+            is_whole = False
+            while not is_whole:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                received += message.get("body", b"")
+                is_whole = not message.get("more_body", False)
+                if len(received) > self._most:
+                    raise self._too_large(f"the body has more than {self._most} bytes")
+                if len(received) > SMALL_BYTES:
+                    self._held += len(received) - held
+                    held = len(received)
+                    self._check_held()
             yield received
         finally:
             self._held -= held

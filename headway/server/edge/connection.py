@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -30,7 +31,7 @@ from headway.server.edge.http_head import (
 )
 from headway.server.edge.pacing import Pace
 from headway.server.edge.probes import Probes
-from headway.server.edge.streaming import ABORT_CONNECTION, WRITE_NOW
+from headway.server.edge.streaming import ABORT_CONNECTION, WHEN_GONE, WRITE_NOW
 from headway.server.errors import ApiError, too_many, unavailable
 
 ARRIVED = "headway.arrived_ns"
@@ -82,6 +83,7 @@ class Connection(HttpToolsProtocol):
         self._finished_some = False  # the last byte of a request was among those that are parsed
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
         self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
+        self._when_gone: Callable[[], None] | None = None  # wanted by whoever answers
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
         self._linger_s = LINGER_S
@@ -110,6 +112,9 @@ class Connection(HttpToolsProtocol):
             answering.message_event.set()
         if isinstance(self.flow, Flow):
             self.flow.forget()
+        when_gone, self._when_gone = self._when_gone, None
+        if when_gone is not None:
+            when_gone()
         # A request's scope knows its connection. Cut that circle, so that both are freed without a full collection.
         self.cycle = self.scope = self._answering = None  # type: ignore[assignment]
         self.pipeline.clear()
@@ -306,7 +311,7 @@ class Connection(HttpToolsProtocol):
         self._start_reading()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = self._came_ns or time.monotonic_ns()
-        scope[ABORT_CONNECTION], scope[WRITE_NOW] = self.reset, self._write_now
+        scope[ABORT_CONNECTION], scope[WRITE_NOW], scope[WHEN_GONE] = self.reset, self._write_now, self._call_when_gone
 
     def on_url(self, url: bytes) -> None:
         if not self._has_framing:
@@ -323,7 +328,10 @@ class Connection(HttpToolsProtocol):
         if self._num_headers > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD:
             raise too_much(is_body=self._has_head)
         if not self._has_head:  # trailers behind the body are no part of what was asked
-            super().on_header(name, value)
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if not self._has_framing:
@@ -382,6 +390,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        self._when_gone = None
         if self.is_closing():
             self.server_state.total_requests += 1
             return
@@ -399,6 +408,13 @@ class Connection(HttpToolsProtocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+    def _call_when_gone(self, callback: Callable[[], None]) -> None:
+        """Call back, once, when the client has gone before the answer that is being made has ended."""
+        if self._answering is None:
+            return callback()
+        self._when_gone = callback
+        self.flow.resume_reading()  # only who reads hears of the end
 
     @property
     def _is_half(self) -> bool:

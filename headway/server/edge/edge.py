@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +20,7 @@ from headway.server.edge.pacing import SMALL_PER_TURN, Pace
 from headway.server.edge.settings import EdgeSettings
 from headway.server.errors import ApiError, internal
 
-METRICS_PATH = "/metrics"
+METRICS_PATH, ADMIN_PATH = "/metrics", "/admin/"
 OPEN_PATHS = frozenset({"/", "/health", "/ping", METRICS_PATH, "/version", "/openapi.json", "/docs"})
 # Headers of answers that pages of other origins may read.
 EXPOSED_HEADERS = (
@@ -37,6 +37,7 @@ EXPOSED_HEADERS = (
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
 # Keys of a request's scope: the names of its headers that were left aside, what its API key may do, and its id.
 IGNORED, ACCESS, REQUEST_ID = "headway.ignored_headers", "headway.access", "headway.request_id"
+_OPEN = Access()
 logger = logging.getLogger("headway.server")
 
 
@@ -47,6 +48,7 @@ class Edge:
     Args:
         keys: the API keys that it accepts, by their digests; without any it is open.
         metrics_keys: the keys that METRICS_PATH needs; without any it is open.
+        admin_keys: the keys that ADMIN_PATH needs.
         cross_origin: wraps what checks keys and answers, so that pages of other origins may ask.
     """
 
@@ -56,12 +58,14 @@ class Edge:
         keys: Callable[[], Mapping[bytes, Access]],
         pace: Pace,
         metrics_keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
         cross_origin: Callable[[ASGIApp], ASGIApp] | None = None,
     ) -> None:
         self._app = app
         self._pace, self._small = pace, Pace(SMALL_PER_TURN)
         self._keys = keys
         self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
+        self._admin_keys = [key_digest(key.encode()) for key in admin_keys]
         self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,12 +83,12 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                answer = MutableHeaders(scope=message)
-                answer["x-request-id"] = id_
+                answer = [*message.get("headers", ()), (b"x-request-id", id_.encode("latin-1"))]
                 if message["status"] == 413:  # what still comes of the body is not wanted
-                    answer["connection"] = "close"
+                    answer.append((b"connection", b"close"))
                 if ignored:
-                    answer["x-headway-ignored-headers"] = ", ".join(ignored)
+                    answer.append((b"x-headway-ignored-headers", ", ".join(ignored).encode("latin-1")))
+                message["headers"] = answer
             await send(message)
 
         try:
@@ -99,19 +103,25 @@ class Edge:
         """Let the application answer a request that has the key it needs; refuse others."""
         if ACCESS not in scope:  # a request from within the server brings it
             given = _key_in(scope["headers"])
-            scope[ACCESS] = self._access_of(given)
-            if scope["path"] == METRICS_PATH and self._metrics_keys:
+            access, path = self._access_of(given), scope["path"]
+            scope[ACCESS] = access
+            if path == METRICS_PATH and self._metrics_keys:
                 if not _known(given, self._metrics_keys):
                     return await _no_key("/metrics needs a key of --metrics-key", scope)(scope, receive, send)
-            elif scope[ACCESS] is None and scope["path"] not in OPEN_PATHS:
+            elif self._admin_keys and path.startswith(ADMIN_PATH):
+                if not _known(given, self._admin_keys):
+                    return await _no_key(f"{ADMIN_PATH} needs a key of --admin-key", scope)(scope, receive, send)
+            elif access is None and path not in OPEN_PATHS:
                 return await _no_key("this server needs a valid API key", scope)(scope, receive, send)
+            elif access is not None and not access.allows(path):
+                return await _not_allowed(path)(scope, receive, send)
         await self._app(scope, receive, send)
 
     def _access_of(self, authorization: bytes) -> Access | None:
         """What the key allows; None when a key is needed and this is none."""
         keys = self._keys()
         if not keys:
-            return Access()
+            return _OPEN
         known = _known(authorization, keys)
         return keys[known] if known else None
 
@@ -139,6 +149,11 @@ def _no_key(reason: str, scope: Scope) -> Response:
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     ).response(scope["path"])
+
+
+def _not_allowed(path: str) -> Response:
+    message = f"this API key may not be used for {path[:200]}; it has scopes, or models, which batches do not look at"
+    return ApiError(403, message, code="scope_not_allowed", kind="permission_error").response(path)
 
 
 class CrossOrigin(CORSMiddleware):

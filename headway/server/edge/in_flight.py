@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from headway.server.edge.garbage import FullCollections
 from headway.server.edge.pacing import READS_PER_TURN, Pace
 from headway.server.errors import ApiError, unavailable
 
@@ -27,6 +28,7 @@ class InFlight:
         self.draining = False
         self.in_flight = 0
         self.generations: set[Abortable] = set()
+        self.full_collections = FullCollections()
         self.reads = Pace(READS_PER_TURN)
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
@@ -46,6 +48,7 @@ class InFlight:
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
+        self.full_collections.on_end(self.in_flight)
 
     def enlist(self, generation: Abortable) -> None:
         """Note a request that is about to use the engine.

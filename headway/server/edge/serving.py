@@ -100,6 +100,7 @@ class EdgeServer(uvicorn.Server):
                 ws="none",
                 lifespan="on" if has_lifespan else "off",
                 log_config=_log_config(settings.log_level),
+                access_log=settings.log_level in ("debug", "info"),
                 server_header=False,
                 timeout_graceful_shutdown=5,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -17,8 +18,10 @@ from headway.server.errors import ApiError, ClientGone, internal
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-# Keys of the connection's functions in a request's scope: one cuts the connection, one is EventWriter's `write_now`.
+# Keys of the connection's functions in a request's scope: one cuts the connection, one is EventWriter's `write_now`,
+# and one takes a function that is called if the client goes before it has its answer.
 ABORT_CONNECTION, WRITE_NOW = "headway.abort_connection", "headway.write_now"
+WHEN_GONE = "headway.when_gone"
 logger = logging.getLogger("headway.server")
 
 
@@ -95,10 +98,14 @@ class EventWriter:
         self._pending_bytes = 0
         self._when_sent: list[Callable[[int], None]] = []
         self._closed = False
+        self._writing_since = math.inf
+        self._is_slow = False
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
-        self.overflow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._watching: asyncio.TimerHandle
+        self.overflow: asyncio.Future[None] = self._loop.create_future()
 
     def push(self, data: bytes) -> None:
         """Send bytes, or queue them for sending.
@@ -154,29 +161,55 @@ class EventWriter:
         Raises:
             SlowReader: a write waited longer than the timeout.
         """
-        while True:
-            while self._pending:
-                data = b"".join(self._pending)
-                self._pending.clear()
-                self._pending_bytes = 0
-                callbacks, self._when_sent = self._when_sent, []
-                await self._write(data, more=True)
-                _tell_sent(callbacks)
-            self._drained.set()
-            if self._closed:
-                return await self._write(b"", more=False)
-            self._wake.clear()
-            await self._wake.wait()
+        writing = asyncio.current_task()
+        assert writing is not None
+        self._watch(writing, self._timeout_s)
+        try:
+            while not await self._write_pending():
+                self._wake.clear()
+                await self._wake.wait()
+        except asyncio.CancelledError:
+            if not self._is_slow or writing.uncancel():
+                raise
+            raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
+        finally:
+            self._watching.cancel()
+
+    async def _write_pending(self) -> bool:
+        """Send all that waits. Returns whether the answer has ended with it."""
+        while self._pending or self._closed:
+            data, has_ended = b"".join(self._pending), self._closed
+            self._pending.clear()
+            self._pending_bytes = 0
+            callbacks, self._when_sent = self._when_sent, []
+            await self._write(data, more=not has_ended)
+            _tell_sent(callbacks)
+            if has_ended:
+                self._drained.set()
+                return True
+        self._drained.set()
+        return False
 
     async def _write(self, data: bytes, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                head, self._head = self._head, None
-                if head is not None:
-                    await self._send(head)
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
+        self._writing_since = self._loop.time()
+        head, self._head = self._head, None
+        if head is not None:
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writing_since = math.inf
+
+    def _watch(self, writing: asyncio.Task[Any], after_s: float) -> None:
+        """Cancel `writing` if a write waits for too long. A timer for each write would cost as much as the write."""
+
+        def look() -> None:
+            left_s = self._writing_since + self._timeout_s - self._loop.time()
+            if left_s > 0:
+                self._watch(writing, min(left_s, self._timeout_s))
+            else:
+                self._is_slow = True
+                writing.cancel()
+
+        self._watching = self._loop.call_later(after_s, look)
 
 
 Events = Callable[[EventWriter], Awaitable[None]]

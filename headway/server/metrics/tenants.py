@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from headway.policy.admission.quota import TOTAL, UNITS
 from headway.policy.admission.tenants import ALL, DEFAULT_TENANT, NO_TENANTS, OTHER, TenantTable
 from headway.server.metrics.families import Families
-from headway.server.quotas import TenantQuotas
+from headway.server.quotas import Budgets
 
 MOST_LABELS = 50
 _SUMS = {
@@ -28,7 +28,7 @@ class TenantMetrics:
         passed_over: how often choices of each tenant were passed over.
     """
 
-    def __init__(self, registry: CollectorRegistry, families: Families, quotas: TenantQuotas) -> None:
+    def __init__(self, registry: CollectorRegistry, families: Families, quotas: Budgets) -> None:
         self._families = families
         self._quotas = quotas
         self.passed_over: Counter[str] = Counter()

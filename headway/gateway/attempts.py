@@ -1,0 +1,226 @@
+"""The way of a request to a backend that answers it: tried again where one fails, and elsewhere where one is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from headway.gateway.attempt import Attempt, Edit
+from headway.gateway.failures import error_of, is_fault
+from headway.gateway.gateway import Gateway
+from headway.gateway.member import Member
+from headway.gateway.replay import CannotReplay, Replay
+from headway.gateway.upstream import UpstreamFailed
+from headway.policy.fleet.backend import Ask
+from headway.server.errors import ApiError, ClientGone
+
+
+class Attempts:
+    """The attempts of one request.
+
+    Args:
+        is_work: it uses the model: what comes of it teaches how long backends take, and it may be asked of two.
+        before: is called before each; may raise ApiError.
+        request_to: the bytes that a backend is sent.
+        edit, on_token: see Attempt.
+
+    Attributes:
+        last: the latest one that may answer, or has answered.
+        aborted: the error that ends the request: the gateway shuts down.
+        is_gone: the client went away.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        ask: Ask,
+        is_work: bool,
+        before: Callable[[], None],
+        request_to: Callable[[Member], bytes],
+        edit: Edit,
+        on_token: Callable[[], None],
+    ) -> None:
+        self._gateway, self._ask, self._is_work = gateway, ask, is_work
+        self._before, self._request_to, self._edit, self._on_token = before, request_to, edit, on_token
+        self._serving: list[Member] = []
+        self._tried: set[Member] = set()
+        self._under_way: list[Attempt] = []
+        self.last: Attempt | None = None
+        self.aborted: ApiError | None = None
+        self.is_gone = False
+
+    # --- the end, from outside --------------------------------------------------------------------------
+
+    def abort(self, error: ApiError) -> None:
+        """End with this error: the gateway shuts down."""
+        self.aborted = error
+        self._give_up(UpstreamFailed("aborted", error.message))
+
+    def leave(self) -> None:
+        """Note that the client has gone."""
+        self.is_gone = True
+        self._give_up(UpstreamFailed("gone", "the client went away"))
+
+    def _give_up(self, failure: UpstreamFailed) -> None:
+        for each in list(self._under_way):
+            each.give_up(failure)
+
+    def end(self) -> None:
+        """Give back what attempts hold at backends."""
+        for each in self._under_way:
+            each.end("cancelled", None)
+            self._gateway.let_go(each.member)
+        self._under_way.clear()
+
+    # --- until one answers ------------------------------------------------------------------------------
+
+    async def answered(self, serving: list[Member], home: Member | None) -> Attempt:
+        """The attempt whose answer has begun.
+
+        Args:
+            serving: the backends that may have the request.
+            home: the only one that may; None for any of `serving`.
+
+        Raises:
+            ApiError: no backend can be tried, or the last one has failed.
+            ClientGone: the client went away meanwhile.
+        """
+        gateway, self._serving = self._gateway, serving
+        gateway.retries.earn()
+        gateway.hedges.earn()
+        while not self.is_gone:
+            if self.aborted is not None:
+                raise self.aborted
+            self._before()
+            attempt = self._begin(gateway.at_home(home) if home is not None else self._route())
+            try:
+                attempt = await self._first(attempt)
+            except UpstreamFailed as error:
+                failed = self.last
+                assert failed is not None
+                self._end_failed(failed, error)
+                if self.is_gone:
+                    break
+                if self.aborted is None and self._may_retry():
+                    gateway.metrics.retried(error.kind)
+                    continue
+                raise self.aborted or error_of(failed.member, error) from None
+            finally:
+                gateway.let_go(attempt.member)
+            if not attempt.is_busy or not self._may_retry():
+                return attempt
+            gateway.metrics.retried(self._end_busy(attempt))
+        raise ClientGone
+
+    def _route(self) -> Member:
+        return self._gateway.route(self._ask, self._serving, self._tried)
+
+    def _begin(self, member: Member, edit: Edit | None = None) -> Attempt:
+        learns = self._is_work and self._gateway.router.learns and edit is None
+        attempt = self.last = Attempt(member, self._ask, learns, edit or self._edit, self._on_token)
+        self._under_way.append(attempt)
+        self._tried.add(member)
+        return attempt
+
+    def _end(self, attempt: Attempt, outcome: str, is_failure: bool | None) -> None:
+        attempt.end(outcome, is_failure)
+        self._under_way.remove(attempt)
+
+    def _end_failed(self, attempt: Attempt, failure: UpstreamFailed) -> None:
+        outcome = "cancelled" if failure.kind == "gone" else failure.kind
+        self._end(attempt, outcome, None if failure.kind in ("gone", "aborted") else True)
+
+    def _end_busy(self, attempt: Attempt) -> str:
+        assert attempt.head is not None
+        status = attempt.head.status
+        self._end(attempt, f"status_{status}", is_fault(status, bytes(attempt.body)))
+        return f"status_{status}"
+
+    def _may_retry(self) -> bool:
+        gateway = self._gateway
+        is_allowed = len(self._tried) <= gateway.file.retries
+        return is_allowed and gateway.has_other(self._ask, self._serving, self._tried) and gateway.retries.spend()
+
+    # --- going on with a stream -----------------------------------------------------------------------------
+
+    async def replayed(self, replay: Replay, request_to: Callable[[Member, bytes], bytes], edit: Edit) -> Attempt:
+        """The attempt that goes on with a stream, at another Headway backend.
+
+        Args:
+            request_to: the bytes that a backend is sent, with this body.
+            edit: see Attempt.
+
+        Raises:
+            CannotReplay, UpstreamFailed, ApiError: there is none that can.
+        """
+        gateway = self._gateway
+        serving = [each for each in self._serving if each.entry.kind == "headway"]
+        if not gateway.has_other(self._ask, serving, self._tried):
+            raise CannotReplay("there is no other backend that can")
+        if not gateway.retries.spend():
+            raise CannotReplay("too many requests were sent again of late")
+        member = gateway.route(self._ask, serving, self._tried)
+        attempt = self._begin(member, edit)
+        try:
+            await attempt.begin(request_to(member, await replay.continued(member)))
+        except (CannotReplay, UpstreamFailed) as error:
+            if isinstance(error, UpstreamFailed):
+                self._end_failed(attempt, error)
+            else:
+                self._end(attempt, "not_replayed", None)
+            raise
+        if attempt.head is None or not attempt.head.is_stream:
+            self._end(attempt, "not_replayed", None)
+            raise CannotReplay(f"backend {member.entry.name} did not go on")
+        gateway.metrics.retried("stream")
+        return attempt
+
+    # --- hedging ----------------------------------------------------------------------------------------
+
+    async def _first(self, attempt: Attempt) -> Attempt:
+        """The one that answers first: this, or where it takes longer than the file allows, another. Raises
+        UpstreamFailed where all fail; `last` is the one that failed last.
+        """
+        after_s = self._gateway.file.hedge_after_ms / 1000
+        if not (after_s and self._is_work):
+            await attempt.begin(self._request_to(attempt.member))
+            return attempt
+        begun = {asyncio.create_task(attempt.begin(self._request_to(attempt.member))): attempt}
+        try:
+            done, _ = await asyncio.wait(begun, timeout=after_s)
+            if not done and self._may_hedge():
+                other = self._begin(self._route())
+                begun[asyncio.create_task(other.begin(self._request_to(other.member)))] = other
+                self._gateway.metrics.retried("slow")
+            return await self._winner(begun)
+        finally:
+            for task in begun:
+                task.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
+
+    async def _winner(self, begun: dict[asyncio.Task[None], Attempt]) -> Attempt:
+        while True:
+            done, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                attempt = self.last = begun.pop(task)
+                failure = task.exception()
+                if failure is None and not (attempt.is_busy and begun):
+                    for each in begun.values():
+                        self._end(each, "hedged", None)
+                        self._gateway.let_go(each.member)
+                    return attempt
+                if not begun:
+                    await task
+                if failure is None:
+                    self._end_busy(attempt)
+                elif isinstance(failure, UpstreamFailed):
+                    self._end_failed(attempt, failure)
+                else:
+                    raise failure
+                self._gateway.let_go(attempt.member)
+
+    def _may_hedge(self) -> bool:
+        gateway = self._gateway
+        if self.is_gone or self.aborted is not None:
+            return False
+        return gateway.has_other(self._ask, self._serving, self._tried) and gateway.hedges.spend()
