@@ -46,7 +46,7 @@ async def _ask(member: Member, method: str, path: str, rest: bytes) -> tuple[int
     question = _Question()
     try:
         async with asyncio.timeout(timeout_s):
-            connection = await member.pool.connect()
+            connection = await member.pool.connect(is_kept=False)
             try:
                 connection.ask(request, question, timeout_s)
                 failure = await question.done

@@ -48,10 +48,14 @@ class Reader(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, for one request at a time."""
+    """One connection, for one request at a time.
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    Args:
+        is_kept: others may use it when its answer has ended; whoever made it must not drop it then.
+    """
+
+    def __init__(self, pool: Pool, is_kept: bool) -> None:
+        self._pool, self._is_kept = pool, is_kept
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser
         self._reader: Reader | None = None
@@ -196,7 +200,7 @@ class Connection(asyncio.Protocol):
         if reader is None:
             return
         self._served += 1
-        if failure is None and self.is_open:
+        if failure is None and self.is_open and self._is_kept:
             self.resume()
             self._pool.keep(self)
         elif self._transport is not None:
@@ -230,13 +234,13 @@ class Pool:
                 return connection
         return None
 
-    async def connect(self) -> Connection:
-        """A new connection. Raises UpstreamFailed."""
+    async def connect(self, is_kept: bool = True) -> Connection:
+        """A new connection (see Connection). Raises UpstreamFailed."""
         entry = self.entry
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
                 _, connection = await self.loop.create_connection(
-                    lambda: Connection(self),
+                    lambda: Connection(self, is_kept),
                     entry.address or entry.host,
                     entry.port,
                     ssl=self._ssl,

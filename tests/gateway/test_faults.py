@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +14,11 @@ import msgspec
 import openai
 import pytest
 
+from headway.config_files.gateway import parse_gateway_file
+from headway.gateway.upstream import Pool, UpstreamFailed
 from tests.bench.script import Script
 from tests.bench.scripted_server import ScriptedServer
-from tests.gateway.live_gateway import FAST, LiveGateway, events_of, file_text
+from tests.gateway.live_gateway import FAST, LiveGateway, events_of, file_text, raw_backend
 from tests.server.live_server import eventually
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -267,3 +270,33 @@ def test_a_client_that_leaves_before_the_answer_is_noticed_too(gateway: LiveGate
         gateway.client.post("/v1/completions", json=body, timeout=0.3)
     eventually(lambda: "left_ns" in backend.log("early"), 3)
     eventually(lambda: not gateway.gateway.in_flight)
+
+
+async def test_a_connection_of_a_question_is_nobody_elses() -> None:
+    """Another request that took it would wait for ever, as the question drops it when it has its answer."""
+
+    class Reader:
+        def __init__(self, pool: Pool) -> None:
+            self.pool, self.found = pool, asyncio.get_running_loop().create_future()
+
+        def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+            return
+
+        def on_piece(self, data: bytes) -> None:
+            return
+
+        def on_end(self, failure: UpstreamFailed | None) -> None:
+            self.found.set_result((failure, self.pool.idle()))
+
+    async def answer(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        raise AssertionError(head)
+
+    with raw_backend(answer) as url:
+        file = parse_gateway_file("gateway.toml", file_text({"a": url}))
+        pool = Pool(file.backends[0], file.timeouts)
+        for is_kept in (False, True):
+            connection, reader = await pool.connect(is_kept), Reader(pool)
+            connection.ask(b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n", reader, 5.0)
+            failure, idle = await reader.found
+            assert failure is None and idle is (connection if is_kept else None)
+        pool.close()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,7 +180,8 @@ def test_without_the_key_or_another_backend_it_ends_with_the_error(servers: list
     for top in ("", "continue_streams = true\n"):
         with gateway(servers, 9, top) as running:
             if top:
-                running.gateway.members["b"].breaker.is_down = True
+                other = running.gateway.members["b"]
+                other.entry = replace(other.entry, drain=True)
             events = events_of(running.client.post(PATHS[0], json=body_of(PATHS[0])))
             assert json.loads(events[-1])["error"]["code"] == "backend_failed"
 
