@@ -143,8 +143,9 @@ class NgramDrafter:
 
 
 def _is_free(sequence: Sequence) -> bool:
-    """Whether a sequence takes drafts: no penalties count its tokens, and no grammar proposes what it forces."""
-    return not sequence.params.penalises and sequence.params.structured_outputs is None
+    """Whether a sequence takes drafts: no penalties count its tokens, no grammar forces them, and it is no beam."""
+    params = sequence.params
+    return not (params.penalises or params.use_beam_search) and params.structured_outputs is None
 
 
 class Speculator:

@@ -165,6 +165,8 @@ class Sequence:
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
     pins_prompt: bool = False
+    seats: int = 1  # of max_num_seqs: those that it has, or takes when it is admitted
+    is_unreserved: bool = False  # admission had no blocks in mind for all tokens that it computes again
     pooling: PoolingParams | None = None  # of one that ends with its prompt
     finish_reason: FinishReason | None = None
 
@@ -294,8 +296,11 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
         else min(max_model_len, len(prompt) + params.max_tokens)
     )
     eos = request.eos_token_ids if params.ends_at_eos else ()
+    choices = request.choices
+    if params.use_beam_search:
+        params, choices = params.for_beams(len({*eos, *params.stop_token_ids})), choices[:1]
     sequences: list[Sequence] = []
-    for choice in request.choices:
+    for choice in choices:
         sequence = Sequence(
             request_id=request.request_id,
             index=choice.index,

@@ -22,6 +22,7 @@ from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import held, responses
 from headway.server.api.answers import Answer
+from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
@@ -234,7 +235,7 @@ class Routes:
         )
         given = (name for name in fields if getattr(body, name, None) is not None)
         prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
-        return [
+        fitted = [
             fitted_params(
                 params,
                 len(prompt.token_ids),
@@ -245,6 +246,11 @@ class Routes:
             )
             for prompt in prompts
         ]
+        if params.use_beam_search:
+            ready, records = self._service.check_ready(), self._service.engine.config.record_steps is not None
+            for each, prompt in zip(fitted, prompts, strict=True):
+                check_room(ready, records, each, len(prompt.token_ids), max_tokens_field or "max_tokens")
+        return fitted
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
         is_cut = body.truncate_prompt_tokens is not None
