@@ -67,6 +67,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
     tenant: str = DEFAULT_TENANT  # who it is charged to
     pooling: PoolingParams | None = None  # a vector is wanted of the prompt, and no tokens
+    prediction: list[int] = []  # what the answer may say in parts; drafts are found in it
 
     @property
     def choices(self) -> list[Resumed]:
@@ -168,6 +169,7 @@ class Sequence:
     seats: int = 1  # of max_num_seqs: those that it has, or takes when it is admitted
     is_unreserved: bool = False  # admission had no blocks in mind for all tokens that it computes again
     pooling: PoolingParams | None = None  # of one that ends with its prompt
+    prediction: list[int] = field(default_factory=list)  # what its output may say in parts
     finish_reason: FinishReason | None = None
 
     def __lt__(self, other: Sequence) -> bool:
@@ -259,6 +261,7 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
         return
     for name, ids in (
         ("prompt", request.prompt_token_ids),
+        ("prediction", request.prediction),
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
         ("allowed_token_ids", request.params.allowed_token_ids or ()),
@@ -322,6 +325,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,
             pooling=request.pooling,
+            prediction=request.prediction,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

@@ -269,6 +269,15 @@ class SamplingParams:
         return not self.ignore_eos or self.structured_outputs is not None
 
     @property
+    def without_drafts(self) -> str:
+        """What keeps drafts from being tried, as penalties, which would count them too; empty for nothing."""
+        if self.use_beam_search:
+            return "beam search"
+        if self.penalises:
+            return "penalties"
+        return "structured outputs" if self.structured_outputs is not None else ""
+
+    @property
     def penalises(self) -> bool:
         """Whether a penalty makes the tokens so far count for the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

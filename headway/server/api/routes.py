@@ -29,7 +29,15 @@ from headway.server.api.completions import CompletionAnswer
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
-from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
+from headway.server.api.prompts import (
+    as_list,
+    chat_prompt,
+    completion_prompts,
+    most_tokens,
+    predicted_ids,
+    prompt_ids,
+    truncated,
+)
 from headway.server.api.request_body import check_body, query_number
 from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
@@ -197,6 +205,8 @@ class Routes:
                 tokenized_ns = clock()
                 params.structured_outputs = await held.checked(service, request, body, wanted, is_reasoning)
                 compiled_ns = clock()
+            given = body.prediction if isinstance(body, ChatBody) else None
+            prediction = [] if given is None else await predicted_ids(service, given, params)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
             generation = Generation(
@@ -211,6 +221,7 @@ class Routes:
                 compiled_ns=compiled_ns,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                prediction=prediction,
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,

@@ -321,6 +321,11 @@ class ChatFields(Body):
     )
 
 
+class Prediction(Body):
+    type: Literal["content"] = said("A text is all that is known.", ...)
+    content: ContentField = said("The text, or a list of parts of type text.", ...)
+
+
 class ChatBody(GenerationBody, ChatFields):
     """POST /v1/chat/completions.
 
@@ -340,6 +345,9 @@ class ChatBody(GenerationBody, ChatFields):
     )
     parallel_tool_calls: bool | None = said("Whether an answer may have several calls of tools; default true.")
     include_reasoning: bool = said("Whether the answer has what the model thought before it; default true.", True)
+    prediction: Prediction | None = said(
+        "What most of the answer may say, as a file before an edit; only with --speculative-config."
+    )
     modalities: list[Literal["text"]] | None = said(
         "What the answer consists of; only text.", min_length=1, max_length=1
     )
@@ -428,7 +436,7 @@ UNSUPPORTED = {
     "functions": Unsupported("give them as tools", lambda value: value == []),
     "function_call": Unsupported("give tool_choice", lambda value: value in ("none", "auto")),
     "audio": Unsupported("only text is produced"),
-    "prediction": Unsupported("predicted outputs are not supported"),
+    "prediction": Unsupported("only chat completions have a prediction"),
     "verbosity": Unsupported("state the length of the answer in a message"),
     "web_search_options": Unsupported("web search is not supported"),
     "store": Unsupported("nothing is stored", lambda value: value is False),
