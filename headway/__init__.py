@@ -9,6 +9,7 @@ from headway.version import __version__
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "RequestOutput",
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headway.llm import (
         LLM,
         AsyncLLM,
+        BeamSearchParams,
         CompletionOutput,
         EmbeddingRequestOutput,
         RequestOutput,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "headway.llm",
     "AsyncLLM": "headway.llm",
+    "BeamSearchParams": "headway.llm",
     "CompletionOutput": "headway.llm",
     "EmbeddingRequestOutput": "headway.llm",
     "ScoringRequestOutput": "headway.llm",

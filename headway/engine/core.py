@@ -21,6 +21,7 @@ from headway.policy.step.request import FinishReason, Sequence, check, sequences
 from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from headway.engine.beams import BeamSearches
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
@@ -56,6 +57,7 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
+        self._beams: BeamSearches | None = None  # made with the first of them
         self.unready = Unready()
         self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
@@ -87,6 +89,8 @@ class EngineCore:
             check(request, limit, self.executor.vocab_size)
             if request.pooling is None and not self.executor.generates:
                 raise ValueError(HEADLESS)
+            if request.params.use_beam_search:
+                self._check_beams(request)
         except ValueError as error:
             self._refuse(request, str(error))
             return
@@ -96,6 +100,18 @@ class EngineCore:
             self.unready[request.request_id] = compiled, request, self._clock()
             return
         self._queue(request)
+
+    def _check_beams(self, request: AddRequest) -> None:
+        from headway.engine.beams import BeamSearches, check_beams
+
+        check_beams(request, self.scheduler, self.executor.vocab_size)
+        if self._beams is None:
+            self._beams = BeamSearches(self.scheduler, self._output, self._forget, self._join, self._drop)
+
+    def _join(self, sequence: Sequence) -> None:
+        """Take note of a sequence that has forked from another of its request."""
+        self._live[sequence.request_id][sequence.index] = sequence
+        self._sequences[sequence.seq_id] = sequence
 
     def _queue(self, request: AddRequest, began_compiling: int = 0) -> None:
         """Queue the choices of a checked request."""
@@ -108,6 +124,8 @@ class EngineCore:
             self.scheduler.add(sequence, now)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
+        if request.params.use_beam_search and self._beams is not None:
+            self._beams.add(request, sequences[0])
 
     def _queue_ready(self) -> None:
         """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
@@ -131,6 +149,9 @@ class EngineCore:
         """
         if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
             self._pending.append(dropped)
+        if self._beams is not None and request_id in self._beams:
+            told = self._beams.abort(request_id, self._clock())
+            self._pending += told if index != -1 else []
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
                 continue
@@ -175,6 +196,10 @@ class EngineCore:
         Raises:
             EngineFault: the step failed, and no single request is at fault.
         """
+        outputs = self._advance()
+        return self._beams.end(outputs, self._clock()) if self._beams else outputs
+
+    def _advance(self) -> list[SequenceOutput]:
         if self.unready:
             self._queue_ready()
         outputs, self._pending = self._pending, []
@@ -188,7 +213,7 @@ class EngineCore:
         for seq_id in plan.preempted:
             self._drop(seq_id)
         if not plan.scheduled:
-            return outputs
+            return outputs + self._beams.go_on(plan, [], self._clock()) if self._beams else outputs
         began = self._clock()
         try:
             outcome = self.executor.run(plan)
@@ -198,12 +223,17 @@ class EngineCore:
         self._steps += 1
         if outcome.prompt_logprobs or outcome.pooled:
             self._gather(outcome)
+        if self._beams:
+            self._beams.take(outcome)
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
+        told = self._beams.only_others(changed) if self._beams else changed
         for seq_id, drafts in outcome.drafts.items():
             self.scheduler.propose(seq_id, drafts)
-        outputs += [self._output(sequence, new, outcome) for sequence, new in changed]
+        outputs += [self._output(sequence, new, outcome) for sequence, new in told]
         if self.speculator is not None:
             self.speculator.step_ended(plan, changed)
+        if self._beams:
+            outputs += self._beams.go_on(plan, changed, outcome.times.sampled_ns)
         self._stepped = Stepped(plan, outcome, changed)
         return outputs
 

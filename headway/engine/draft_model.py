@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from headway.engine.runner import Runner
 from headway.kernels.interface import Kernels
@@ -184,7 +182,7 @@ class DraftModel:
             return [], []
         if len(step.last_rows) < len(hidden):
             hidden = runner.kernels.take(hidden, step.last_rows)
-        return _likeliest(runner.model.logits(hidden)[:, : self._vocab_size].float())
+        return runner.kernels.likeliest(runner.model.logits(hidden), self._vocab_size)
 
     # --- blocks -------------------------------------------------------------------------------------
 
@@ -253,20 +251,6 @@ class DraftModel:
         for copy in copies:
             self.forget(copy.seq_id)
         drafting.take_passes_ns()
-
-
-def _likeliest(logits: Tensor) -> tuple[list[float], list[int]]:
-    """The probability of the likeliest token of each row, and the token.
-
-    On a CPU numpy does it: torch's operations take longer to call than to compute.
-    """
-    if logits.device.type != "cpu":
-        best, ids = logits.max(-1)
-        return (best - logits.logsumexp(-1)).exp_().tolist(), ids.tolist()
-    rows = logits.numpy()
-    chosen = rows.argmax(1)
-    masses = np.exp(rows - rows[np.arange(len(rows)), chosen][:, None]).sum(1)
-    return (1.0 / masses).tolist(), chosen.tolist()
 
 
 def load_draft(

@@ -42,12 +42,14 @@ class Repeats:
     Args:
         least: shortest match.
         most: tokens that are compared at most.
+        offset: how many of the tokens are put before a sequence's own.
     """
 
-    __slots__ = ("_before", "_latest", "_least", "_most", "_place", "match", "tokens")
+    __slots__ = ("_before", "_latest", "_least", "_most", "_place", "match", "offset", "tokens")
 
-    def __init__(self, tokens: list[int], least: int, most: int) -> None:
+    def __init__(self, tokens: list[int], least: int, most: int, offset: int = 0) -> None:
         self.tokens = tokens
+        self.offset = offset
         self.match = 0
         self._least, self._most = least, most
         self._latest: dict[tuple[int, ...], int] = {}
@@ -110,7 +112,9 @@ class Repeats:
 
 
 class NgramDrafter:
-    """Proposes what followed when the last tokens stood in the prompt or the output before.
+    """Proposes what followed when the last tokens stood in the prompt or the output before, or in a prediction.
+
+    A prediction of the output is searched as if it had followed the prompt before.
 
     Args:
         config: how long matches must be.
@@ -126,25 +130,24 @@ class NgramDrafter:
         for sequence in sequences:
             text = self._known.get(sequence.seq_id)
             if text is None:
-                text = Repeats(list(sequence.tokens), self._config.prompt_lookup_min, self._config.prompt_lookup_max)
-                self._known[sequence.seq_id] = text
+                text = self._known[sequence.seq_id] = self._begun(sequence)
             if not text.is_indexed:
                 left -= text.index(left)
                 if not text.is_indexed:
                     continue
-            known = len(text.tokens)
-            text.add(sequence.tokens[known:])
+            text.add(sequence.tokens[len(text.tokens) - text.offset :])
             if text.match and (drafts := text.following(most)):
                 found[sequence.seq_id] = Proposal(drafts, text.match)
         return found
 
+    def _begun(self, sequence: Sequence) -> Repeats:
+        least, most = self._config.prompt_lookup_min, self._config.prompt_lookup_max
+        tokens, end = sequence.tokens, sequence.prompt_len
+        before = [*tokens[max(0, end - most) : end], *sequence.prediction] if sequence.prediction else []
+        return Repeats(before + tokens, least, most, len(before))
+
     def forget(self, seq_id: int) -> None:
         self._known.pop(seq_id, None)
-
-
-def _is_free(sequence: Sequence) -> bool:
-    """Whether a sequence takes drafts: no penalties count its tokens, and no grammar proposes what it forces."""
-    return not sequence.params.penalises and sequence.params.structured_outputs is None
 
 
 class Speculator:
@@ -208,7 +211,7 @@ class Speculator:
         began = self._clock()
         running = scheduler.running
         decoding = [sequence for sequence in running if sequence.is_decoding]
-        free = [each for each in decoding if _is_free(each)]
+        free = [each for each in decoding if not each.params.without_drafts]
         proposals = self._drafter.propose(free, self._most)
         has_seats = len(running) < scheduler.config.max_num_seqs
         with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)

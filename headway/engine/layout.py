@@ -14,8 +14,10 @@ from headway.kernels.interface import StepGeometry
 from headway.policy.cache.kv_groups import PASSED
 from headway.policy.step.plan import ScheduledSequence, SequenceState, TableChange
 
-# Steps of up to this many tokens have their tensors at fixed addresses, so that kernels can repeat them.
+# Steps of up to this many tokens have their tensors at fixed addresses, so that kernels can repeat them. The objects of
+# so many kinds of such steps are kept.
 _MOST_REPEATED = 64
+_MOST_KINDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class StepLayout:
     """Makes the tensors of steps.
 
     On a CPU a step's weights drive everything else out of the caches, so that each call of numpy or torch before the
-    next step takes several times its usual time. Most steps are nothing but decodes: these are laid out with few calls.
+    next step takes several times its usual time. Most steps are nothing but decodes, some with drafts behind them: they
+    are laid out with few calls, as an earlier step of the same kind was.
 
     Args:
         block_size: tokens in a block of the KV pool.
@@ -118,13 +121,14 @@ class StepLayout:
         self._tables = np.zeros((len(shares), fixed, self.tables.array.shape[1]), np.int32)
         self._further_slots = np.zeros((len(shares) - 1, fixed), np.int64)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
-        self._decodes: dict[int, tuple[ModelInput, np.ndarray]] = {}  # by their number, with the memory of context_lens
+        # By tokens and by rows of logits of each sequence, with the memory of context_lens.
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[ModelInput, np.ndarray]] = {}
 
     def reset(self) -> None:
         """Forget what was laid out. Its memory keeps its addresses."""
         self.tables.reset()
         self._taken = None
-        self._decodes.clear()
+        self._kept.clear()
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput:
         """The tensors of a step of these sequences. They hold until the next step is laid out."""
@@ -133,7 +137,7 @@ class StepLayout:
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
-        starts, contexts, lengths, last = [0], [], [], []
+        starts, contexts, lengths, last, samples = [0], [], [], [], []
         for item, sequence in zip(scheduled, sequences, strict=True):
             start, table = item.start, sequence.block_table
             count = len(item.token_ids)
@@ -147,6 +151,7 @@ class StepLayout:
                 slots.extend([table[p // size] * pitch + p % size for p in span])
             starts.append(len(tokens))
             lengths.append(count)
+            samples.append(item.samples)
             contexts.append(start + count)
             rows.append(self.tables.row(sequence))
             if item.samples == 1:
@@ -157,14 +162,14 @@ class StepLayout:
         most = -(-longest // size)
         count = len(tokens)
         repeatable = count <= self._most_repeated
-        decodes = len(last) == count == len(scheduled)
+        kind = tuple(lengths), tuple(samples)
         if not repeatable:
             numbers, last_rows = self._copied(tokens + positions + slots, last)
             block_tables = to_device(self.tables.array[rows, :most], self._device)
         else:
             self._fill(tokens, positions, slots, rows, most)
-            if decodes and count in self._decodes:
-                laid_out = self._decode_again(contexts, longest)
+            if kind in self._kept:
+                laid_out = self._laid_out_again(*self._kept[kind], contexts, longest)
                 return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
             numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
             block_tables = torch.from_numpy(self._tables[0, : len(rows)])
@@ -185,8 +190,10 @@ class StepLayout:
             repeatable=repeatable,
         )
         laid_out = ModelInput(numbers[0], geometry, last_rows)
-        if decodes and repeatable:
-            self._decodes[count] = laid_out, lens[len(starts) :]
+        if repeatable:
+            if len(self._kept) == _MOST_KINDS:
+                self._kept.clear()
+            self._kept[kind] = laid_out, lens[len(starts) :]
         return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
 
     def _grouped(self, laid_out: ModelInput, rows: list[int], positions: list[int], most: int) -> ModelInput:
@@ -213,13 +220,14 @@ class StepLayout:
         copied = to_device(np.array(numbers + last, np.int64), self._device)
         return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
-    def _decode_again(self, contexts: list[int], longest: int) -> ModelInput:
-        """The tensors of an earlier step of as many decodes, filled for this one."""
-        kept, context_lens = self._decodes[len(contexts)]
+    def _laid_out_again(
+        self, kept: ModelInput, context_lens: np.ndarray, contexts: list[int], longest: int
+    ) -> ModelInput:
+        """The tensors of an earlier step of the same kind, filled for this one."""
         context_lens[:] = contexts
-        step, count = kept.geometry, len(contexts)
+        step, sizes = kept.geometry, (len(contexts), kept.geometry.max_query_len, longest)
         tensors = step.query_start, step.context_lens, step.block_tables, step.slots, step.positions
-        geometry = StepGeometry(*tensors, count, 1, longest, step.query_lens_host, contexts, repeatable=True)
+        geometry = StepGeometry(*tensors, *sizes, step.query_lens_host, contexts, repeatable=True)
         return ModelInput(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:

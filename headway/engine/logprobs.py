@@ -19,7 +19,8 @@ from headway.policy.cache.sizing import PROMPT_LOGPROB_ROWS
 from headway.policy.step.plan import ScheduledSequence, SequenceState
 from headway.policy.step.sampling_params import MAX_LOGPROBS
 
-# More than is ever returned, so that tokens tied with the last one returned are in the order of their ids too.
+# More than are ever returned (beams may want more), so that tokens tied with the last one are in the order of their
+# ids too.
 CANDIDATES = 3 * MAX_LOGPROBS
 ROWS_AT_A_TIME = 16  # bounds the memory that large vocabularies take, in float32
 RANK, LOGPROB, ALTERNATIVES = 0, 1, 2
@@ -41,7 +42,7 @@ def _logprob_table(x: Tensor, token_ids: Tensor, top: int) -> Tensor:
     likelier = block_sums(as_float(torch.gt, x, chosen)).sum(-1, keepdim=True)
     parts = [likelier + 1, logprobs.gather(1, token_ids.unsqueeze(1))]
     if top:
-        values, ids = likeliest(x, block_peaks(x), min(CANDIDATES, x.shape[1]))
+        values, ids = likeliest(x, block_peaks(x), min(max(CANDIDATES, 2 * top), x.shape[1]))
         ids, by_id = ids.sort(-1)
         order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True).indices[:, :top]
         ids = ids.gather(1, order)

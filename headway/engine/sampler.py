@@ -187,9 +187,19 @@ def describe(
 
 
 def _table(batch: SamplingBatch, vocab_size: int) -> NDArray[np.void]:
-    """A row of DRAW for each sequence, without positions and seen tokens; the kernel finds edits where they are."""
-    rows = []
+    """A row of DRAW for each sequence, without positions and seen tokens; the kernel finds edits where they are.
+
+    Rows of drafts follow that of their sequence, and are like it: edits say from which position on they hold.
+    """
+    rows: list[tuple[float, ...]] = []
+    counts: list[int] = []
+    last: SequenceState | None = None
     for row, sequence in enumerate(batch.sequences):
+        if sequence is last:
+            counts[-1] += 1
+            continue
+        last = sequence
+        counts.append(1)
         params, edit = sequence.params, batch.edits.get(row)
         top_p = params.top_p if params.top_p < _WHOLE else 1.0
         rows.append(
@@ -209,4 +219,5 @@ def _table(batch: SamplingBatch, vocab_size: int) -> NDArray[np.void]:
                 *(0, 0, 0, 0),
             )
         )
-    return np.array(rows, DRAW)
+    table = np.array(rows, DRAW)
+    return table if len(rows) == len(batch.sequences) else np.repeat(table, counts)

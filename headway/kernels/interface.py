@@ -410,6 +410,13 @@ class Kernels(Protocol):
         """Applies masks of allowed tokens where no kernel draws."""
         ...
 
+    def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
+        """The likeliest of the first `size` tokens of each row [R, V], the first of equals, and its probability.
+
+        Of a row with NaN or +inf among these, the probability is 0 or NaN.
+        """
+        ...
+
     def repeat(
         self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
     ) -> Tensor:

@@ -152,6 +152,12 @@ class TorchKernels:
         """Applies masks of allowed tokens."""
         return forbid
 
+    def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
+        """The likeliest of the first `size` tokens of each row, and its probability."""
+        rows = logits[:, :size].float()
+        best, tokens = rows.max(-1)
+        return (best - rows.logsumexp(-1)).exp_().tolist(), tokens.tolist()
+
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
         """[T, 2 * F] -> [T, F]: the first half is the gate of the second."""
         raise NotImplementedError

@@ -12,7 +12,15 @@ from headway.engine.config import EngineConfig
 from headway.engine.libraries import load_libraries
 from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
-from headway.llm.requests import Collector, CompletionOutput, Front, Message, PromptType, RequestOutput
+from headway.llm.requests import (
+    BeamSearchParams,
+    Collector,
+    CompletionOutput,
+    Front,
+    Message,
+    PromptType,
+    RequestOutput,
+)
 from headway.llm.vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,
@@ -27,7 +35,15 @@ from headway.policy.objectives.service_class import BUILT_IN
 from headway.policy.step.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput", "ScoringRequestOutput"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestOutput",
+    "ScoringRequestOutput",
+]
 
 _process: int | None = None  # the process that made the first LLM
 
@@ -104,6 +120,16 @@ class LLM:
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress, service_class)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        use_progress: bool = False,
+        service_class: str = "",
+    ) -> list[RequestOutput]:
+        """Search for the likeliest continuations of every prompt; each has `beam_width` outputs, the best first."""
+        return self.generate(prompts, params.sampling_params, use_progress, service_class)
 
     def embed(
         self,

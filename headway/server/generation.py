@@ -44,6 +44,7 @@ class Generation:
         terms: its class, what it is promised, and the tenant that it is charged to.
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
+        prediction: what the answer may say in parts; drafts are found in it.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
@@ -66,6 +67,7 @@ class Generation:
         compiled_ns: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        prediction: list[int] | None = None,
         keep: bool = True,
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
@@ -106,6 +108,7 @@ class Generation:
                 eos_token_ids=service.tokenizer.eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt or "",
+                prediction=prediction or [],
                 arrival_ns=arrived_ns,
                 service_class=terms.service.name,
                 ttft_ms=terms.ttft_ms,
@@ -156,7 +159,8 @@ class Generation:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts.values())},
         }
-        if drafts := sum(choice.drafts for choice in self.choices):
+        drafts = sum(choice.drafts for choice in self.choices)
+        if drafts or self._requests[0].prediction:
             accepted = sum(choice.accepted_drafts for choice in self.choices)
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafts - accepted}
             usage["completion_tokens_details"] = details

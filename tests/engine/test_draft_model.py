@@ -22,6 +22,7 @@ from headway.engine.draft_model import DraftModel
 from headway.engine.layout import StepLayout
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.kernels.interface import StepGeometry
+from headway.kernels.reference import ReferenceKernels
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.step.drafting import BESIDE, Drafting
 from headway.policy.step.request import Resumed, Sequence
@@ -65,7 +66,7 @@ def draft_model(num_blocks: int) -> tuple[DraftModel, KVBlocks]:
     runner: Any = SimpleNamespace(
         model=model, decodes=None, caches=None, vocab_size=VOCAB, recover=lambda: None,
         layout=StepLayout(torch.device("cpu"), BLOCK, SEATS, LONGEST),
-        kernels=SimpleNamespace(take=lambda table, rows: table[rows]),
+        kernels=SimpleNamespace(take=lambda table, rows: table[rows], likeliest=ReferenceKernels().likeliest),
     )  # fmt: skip
     blocks = KVBlocks(num_blocks, BLOCK)
     return DraftModel(runner, blocks, LONGEST, VOCAB - 1), blocks

@@ -66,6 +66,23 @@ def test_what_is_proposed_followed_the_longest_match(
             assert any(follows[end : end + count] == drafts for end in ends)
 
 
+def test_a_prediction_is_what_followed_the_prompt() -> None:
+    """Its drafts begin with the first token, and go on behind a change once two tokens agree again."""
+    drafter, predicted = NgramDrafter(SpeculativeConfig()), [5, 6, 7, 8, 9, 10, 11, 12]
+    sequence = make_sequence("a", [1, 2, 3], 20)
+    sequence.prediction = predicted
+    other = make_sequence("b", [1, 2, 3], 20)
+    other.seq_id = 1
+    for each in (sequence, other):
+        each.tokens.append(5)
+    found = drafter.propose([sequence, other], 3)
+    assert found[0].token_ids == [6, 7, 8] and found[0].match == 4 and 1 not in found
+    sequence.tokens += [6, 7, 99]
+    assert drafter.propose([sequence], 3) == {}
+    sequence.tokens += [9, 10]
+    assert drafter.propose([sequence], 2)[0].token_ids == [11, 12]
+
+
 def test_the_longest_of_some_places_is_taken() -> None:
     text = Repeats([1, 2, 3, 7, 9, 2, 3, 8, 5, 1, 2, 3], 2, 8)
     text.index(1000)

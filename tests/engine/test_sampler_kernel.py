@@ -10,6 +10,7 @@ import torch
 
 from headway.engine.sampler import Sampler
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.reference import ReferenceKernels
 from headway.policy.cache.sizing import sampling_bytes
 from headway.policy.step.plan import SequenceState
 from tests.engine.sampling_oracle import logits_of, make_sequence
@@ -92,3 +93,24 @@ def test_memory_is_as_planned() -> None:
     for sequence in live:
         sampler.forget(sequence)
     assert sampler.held_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_likeliest_token_and_its_probability_are_those_of_tensors(
+    kernels: CpuKernels, dtype: torch.dtype, rows: int
+) -> None:
+    logits = (torch.randn(rows, 700, generator=torch.Generator().manual_seed(rows)) * 3).to(dtype)
+    for size in (700, 699, 1):
+        found, tokens = kernels.likeliest(logits, size)
+        expected, likeliest = ReferenceKernels().likeliest(logits, size)
+        assert tokens == logits[:, :size].argmax(-1).tolist() == likeliest
+        assert found == pytest.approx(expected, rel=1e-5)
+    logits[0, 3] = math.nan
+    found, tokens = kernels.likeliest(logits, 700)
+    assert not found[0] > 0.0 and 0 <= tokens[0] < 700
+    assert found[1:] == pytest.approx(expected_of(logits)[1:], rel=1e-5)
+
+
+def expected_of(logits: torch.Tensor) -> list[float]:
+    return logits.float().softmax(-1).amax(-1).tolist()  # type: ignore[no-any-return]

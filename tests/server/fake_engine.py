@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from headway.engine.client import EngineDead
+from headway.engine.config import EngineConfig
 from headway.engine.messages import (
     AddRequest,
     EngineStats,
@@ -62,6 +63,7 @@ class FakeEngine:
         self.restarts = self.hangs = 0
         self.stalled_s = 0.0
         self.pid: int | None = None
+        self.config = EngineConfig()
         self.stats: EngineStats | None = None
         self.ready: Ready | None = None
         self.max_model_len = 256

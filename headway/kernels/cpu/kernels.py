@@ -247,6 +247,18 @@ class CpuKernels(FurtherKernels):
         self._team.share(code, cpu_sampling.DRAW_ROWS, count, logits.numel() if count > 1 else 0, arguments)
         return tokens.tolist()  # type: ignore[no-any-return]
 
+    def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
+        """See Kernels."""
+        logits = logits.contiguous()
+        count, stride = logits.shape
+        tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
+        row_bytes = stride * logits.element_size()
+        arguments = logits.data_ptr(), row_bytes, size, tokens.ctypes.data, masses.ctypes.data
+        code = cpu_sampling.likeliest_job(KINDS[logits.dtype])
+        work = logits.numel() if count > 1 else 0
+        self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
+        return (1.0 / masses).tolist(), tokens.tolist()
+
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
 

@@ -119,7 +119,8 @@ class BlockManager:
         blocks, parent, known, swapped = self._blocks, sequence.parent, PrefixMatch(), None
         is_forked = parent is not None and self._can_fork(sequence, parent)
         if is_forked and parent is not None:
-            computed, tables = sequence.prompt_len - 1, self._forked(sequence, parent)
+            computed = sequence.prompt_len - 1
+            tables = self._forked(parent, computed, sequence.prompt_len)
         else:
             known = self._match(sequence)
             computed, places = known.length * blocks.block_size, known.places[: known.length]
@@ -150,15 +151,28 @@ class BlockManager:
             return False
         return self._windows is None or self._windows.are_whole(parent, sequence.prompt_len - 1)
 
-    def _forked(self, sequence: Sequence, parent: Sequence) -> list[BlockTable]:
-        """What a further choice takes over: all of the prompt, of which the last token is computed again."""
+    def _forked(self, source: Sequence, start: int, known: int) -> list[BlockTable]:
+        """The blocks of another's `known` tokens that a sequence takes over, which goes on behind `start` of them.
+
+        A further choice takes over all of the prompt, and computes its last token again.
+        """
         size, tables = self._blocks.block_size, []
-        for group, table in zip(self._blocks.index.groups, parent.tables, strict=True):
-            first = group.first(sequence.prompt_len - 1, size)
+        for group, table in zip(self._blocks.index.groups, source.tables, strict=True):
+            first = group.first(start, size)
             sinks = (table.sinks or table.blocks[: group.sinks]) if first else []
-            entries = table.entries(first, self._blocks.blocks_for(sequence.prompt_len))
-            tables.append(BlockTable(first, entries, list(sinks)))
+            tables.append(BlockTable(first, table.entries(first, self._blocks.blocks_for(known)), list(sinks)))
         return tables
+
+    def fork(self, sequence: Sequence, source: Sequence, computed: int) -> None:
+        """Give a running sequence without blocks those of another's computed tokens, from which it goes on.
+
+        Whoever writes into a block that both hold copies it first.
+        """
+        sequence.tables = self._forked(source, computed, computed)
+        self._blocks.share([block for table in sequence.tables for block in table.held], sequence.service.name)
+        sequence.num_computed, sequence.keeps_at = computed, source.keeps_at
+        sequence.num_registered, sequence.cache_node = source.num_registered, source.cache_node
+        source.room = 0
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         """What the prefix index has of a waiting sequence; for a model with states, up to the last checkpoint."""

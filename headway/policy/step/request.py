@@ -67,6 +67,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     way_back_ns: int = 0  # what a token takes from the engine to the API process, in busy times
     tenant: str = DEFAULT_TENANT  # who it is charged to
     pooling: PoolingParams | None = None  # a vector is wanted of the prompt, and no tokens
+    prediction: list[int] = []  # what the answer may say in parts; drafts are found in it
 
     @property
     def choices(self) -> list[Resumed]:
@@ -165,7 +166,10 @@ class Sequence:
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
     pins_prompt: bool = False
+    seats: int = 1  # of max_num_seqs: those that it has, or takes when it is admitted
+    is_unreserved: bool = False  # admission had no blocks in mind for all tokens that it computes again
     pooling: PoolingParams | None = None  # of one that ends with its prompt
+    prediction: list[int] = field(default_factory=list)  # what its output may say in parts
     finish_reason: FinishReason | None = None
 
     def __lt__(self, other: Sequence) -> bool:
@@ -257,6 +261,7 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
         return
     for name, ids in (
         ("prompt", request.prompt_token_ids),
+        ("prediction", request.prediction),
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
         ("allowed_token_ids", request.params.allowed_token_ids or ()),
@@ -294,8 +299,11 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
         else min(max_model_len, len(prompt) + params.max_tokens)
     )
     eos = request.eos_token_ids if params.ends_at_eos else ()
+    choices = request.choices
+    if params.use_beam_search:
+        params, choices = params.for_beams(len({*eos, *params.stop_token_ids})), choices[:1]
     sequences: list[Sequence] = []
-    for choice in request.choices:
+    for choice in choices:
         sequence = Sequence(
             request_id=request.request_id,
             index=choice.index,
@@ -317,6 +325,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,
             pooling=request.pooling,
+            prediction=request.prediction,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
+from headway.policy.step.beams import problem_of
 from headway.policy.step.structured_outputs import InvalidStructure, StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -47,7 +48,7 @@ _NUMBERS: dict[str, tuple[type[Any], float, float]] = {
     "frequency_penalty": (float, -2.0, 2.0),
 }
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search")
 
 
 def _is_integer(value: object) -> bool:
@@ -125,6 +126,13 @@ class SamplingParams:
         allowed_token_ids: only these tokens may come, and the end token only if it is one of them; None for all.
         structured_outputs: what the output has to be; a mapping is read as StructuredOutputs.of() does. The end token
             comes when that is complete, whatever min_tokens and ignore_eos say.
+        use_beam_search: in place of drawing tokens, search for the likeliest texts, and give the best `n`. A text ends
+            with an end token or a stop token.
+        best_of: how many beams a search has; None for `n`.
+        length_penalty: texts are ranked by the sum of their log-probabilities, divided by their number of tokens to
+            the power of this.
+        early_stopping: True ends a search with the first `best_of` texts; False when no beam would be ranked before
+            the last of them if it ended now; "never" when none can be any more.
 
     Raises:
         InvalidParameter: when a value is out of range.
@@ -151,6 +159,10 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _items("stop", self.stop)
@@ -179,6 +191,17 @@ class SamplingParams:
             self._check_allowed(_items("allowed_token_ids", self.allowed_token_ids))
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
+        if self.use_beam_search:
+            if (problem := problem_of(self)) is not None:
+                raise InvalidParameter(*problem)
+        elif self.best_of not in (None, self.n) or self.length_penalty != 1.0 or self.early_stopping is not False:
+            self._refuse_without_beams()
+
+    def _refuse_without_beams(self) -> None:
+        for name, value in (("length_penalty", 1.0), ("early_stopping", False), ("best_of", self.n)):
+            given = getattr(self, name)
+            if given is not None and given != value:
+                raise InvalidParameter(name, f"{name} is {_shown(given)}; it needs use_beam_search to be true")
 
     def _check_structure(self, given: StructuredOutputs | Mapping[str, Any]) -> None:
         try:
@@ -226,9 +249,33 @@ class SamplingParams:
         self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
 
     @property
+    def width(self) -> int:
+        """How many beams a search has."""
+        return self.n if self.best_of is None else self.best_of
+
+    def for_beams(self, num_stops: int) -> SamplingParams:
+        """The parameters of each sequence of a search: the likeliest tokens are wanted, with their log-probabilities.
+
+        Args:
+            num_stops: how many tokens end a text.
+        """
+        params = replace(self, temperature=0.0)
+        params.logprobs = max(self.width + num_stops, self.logprobs or 0)
+        return params
+
+    @property
     def ends_at_eos(self) -> bool:
         """Whether the model's eos ends a choice. Nothing can follow the end of a structured output."""
         return not self.ignore_eos or self.structured_outputs is not None
+
+    @property
+    def without_drafts(self) -> str:
+        """What keeps drafts from being tried, as penalties, which would count them too; empty for nothing."""
+        if self.use_beam_search:
+            return "beam search"
+        if self.penalises:
+            return "penalties"
+        return "structured outputs" if self.structured_outputs is not None else ""
 
     @property
     def penalises(self) -> bool:

@@ -260,7 +260,8 @@ class Scheduler:
     def _schedule_chunk(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
         """Give a prompt its next chunk.
 
-        There are blocks for it, unless others share what its windows have passed: then some of those may be preempted.
+        There are blocks for it, unless others share what its windows have passed, or it is a beam that computes its
+        tokens again: then others may be preempted.
         """
         start, wanted = sequence.num_computed, sequence.num_to_compute
         most = min(wanted, self.policy.most_tokens(sequence, budget))
@@ -274,7 +275,7 @@ class Scheduler:
         if count == 0:
             return
         if not self.block_manager.extend(sequence, count, step.plan) and not (
-            self.blocks.groups and self._has_room(sequence, step, count)
+            (self.blocks.groups or sequence.is_unreserved) and self._has_room(sequence, step, count)
         ):
             return
         _tell(sequence, step)
@@ -298,7 +299,7 @@ class Scheduler:
         for sequence in sequences.candidates(1 if self._is_full(budget) else None):
             if before is not None and waiting.comes_before(before, sequence):
                 break
-            if self._is_full(budget):
+            if self._is_full(budget, sequence.seats):
                 return Phase.QUEUE_CAPACITY
             if is_closed and not policy.may_pass(sequence):
                 continue
@@ -321,8 +322,8 @@ class Scheduler:
                 return Phase.QUEUE_BLOCKS
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
-    def _is_full(self, budget: StepBudget) -> bool:
-        return len(self.running) >= self.config.max_num_seqs or budget.is_spent
+    def _is_full(self, budget: StepBudget, seats: int = 1) -> bool:
+        return self.sequences.seats + seats > self.config.max_num_seqs or budget.is_spent
 
     # --- results ------------------------------------------------------------------------------------
 

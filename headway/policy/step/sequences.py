@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headway.policy.cache.block_manager import BlockManager
@@ -13,6 +13,7 @@ from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.objectives.fairness import FairSequences
 from headway.policy.step.accounting import Accounting
 from headway.policy.step.decisions import Decision
+from headway.policy.step.ledger import Ledger
 from headway.policy.step.order import OrderedSequences, Orders
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, Status
@@ -47,6 +48,7 @@ class Sequences(Mapping[int, Sequence]):
         running: sequences that have blocks.
         unserved: sequences that have never run and may not wait for ever.
         num_preemptions: how many preemptions there were since the start.
+        seats: how many of max_num_seqs those who run have.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Sequences(Mapping[int, Sequence]):
         self.blocks = blocks
         self.by_id: dict[int, Sequence] = {}
         self.running = OrderedSequences(policy.orders.running)
-        self.num_preemptions = 0
+        self.num_preemptions = self.seats = 0
         self._policy = policy
         self._config = config
         self._accounting = accounting
@@ -140,14 +142,36 @@ class Sequences(Mapping[int, Sequence]):
         if self.unserved:
             self.unserved.discard(sequence)
         self.running.add(sequence)
+        self.seats += sequence.seats
         self._policy.starts(sequence)
         self.waiting.admitted(sequence, self.running)
+
+    def fork(self, source: Sequence, index: int, now: int) -> Sequence:
+        """Let a further sequence of a request run, beside one that runs and lends it a seat. It has no blocks yet."""
+        fork = replace(
+            source,
+            index=index,
+            ledger=Ledger(now),
+            seats=1,
+            seq_id=self._next_seq_id,
+            tables=[],
+            room=0,
+            in_executor=False,
+            clock_marks=None,
+        )
+        self._next_seq_id += 1
+        self.by_id[fork.seq_id] = fork
+        self._policy.arrives(fork, now)
+        self._policy.starts(fork)
+        self.running.add(fork)
+        return fork
 
     def preempt(self, victim: Sequence, plan: StepPlan, now: int) -> None:
         """Take the blocks of a running sequence, which waits again, and have the plan say so."""
         self._accounting.begin_preempted(victim, now)
         self._policy.leaves(victim, None)
         self.running.remove(victim)
+        self.seats -= victim.seats
         self.block_manager.preempt(victim)
         victim.status = Status.WAITING
         victim.preemptions += 1
@@ -162,7 +186,11 @@ class Sequences(Mapping[int, Sequence]):
         if reason is FinishReason.ERROR:
             self.block_manager.withdraw(sequence)
         self._policy.leaves(sequence, reason)
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.seats -= sequence.seats
+        else:
+            self.waiting.remove(sequence)
         del self.by_id[sequence.seq_id]
         if self.unserved:
             self.unserved.discard(sequence)

@@ -15,6 +15,7 @@ from headway.policy.step.sampling_params import (
     check_number,
     sampling_defaults,
 )
+from headway.server.api.beams import check_body, defaults_for_beams
 from headway.server.api.fields import LEAST, MOST
 from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.server.api.structures import structured_outputs
@@ -48,6 +49,9 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     Raises:
         ApiError: 400 naming the parameter that is out of its range.
     """
+    if body.use_beam_search:
+        check_body(body)
+        defaults = defaults_for_beams(defaults)
     given: dict[str, Any] = dict(defaults)
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     given["structured_outputs"] = structured_outputs(body)
@@ -66,8 +70,6 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
 
 
 def _of_completion(body: CompletionBody, defaults: dict[str, Any]) -> dict[str, Any]:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_request(f"best_of is {body.best_of}; only best_of equal to n is supported", "best_of")
     if body.max_tokens == 0 and not body.prompt_only:
         said = "max_tokens is 0; ask for at least 1, or for the prompt alone with echo: true or prompt_logprobs"
         raise bad_request(said, "max_tokens")

@@ -12,10 +12,11 @@ import msgspec
 from headway.config_files.preload import NamedPrompt
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.cache.preload import PreloadedPrompt
+from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.fields import string_in
 from headway.server.api.parameters import check_ids
 from headway.server.api.request_body import num_marks
-from headway.server.api.schemas import ChatFields, Message, RequestBody
+from headway.server.api.schemas import ChatFields, Message, Prediction, RequestBody
 from headway.server.api.tools import MAX_ARGUMENT_VALUES, for_template, offered
 from headway.server.encoder import TooManyTokens
 from headway.server.errors import bad_request
@@ -236,6 +237,20 @@ async def chat_prompt(
     return TokenizedPrompt(token_ids, text)
 
 
+async def predicted_ids(service: Service, prediction: Prediction, params: SamplingParams) -> list[int]:
+    """The tokens of a prediction, as many as fit the context. Raises ApiError 400 where no drafts could be of use."""
+    if service.engine.config.speculative_config is None:
+        raise bad_request("a prediction needs a server with --speculative-config; leave it out", "prediction")
+    if without := params.without_drafts:
+        raise bad_request(f"a prediction is of no use with {without}: no drafts are tried; leave it out", "prediction")
+    path = "prediction.content"
+    text = "" if prediction.content is None else _text(prediction.content, path)
+    if not text:
+        raise bad_request(f"{path} is empty; give the text that is expected, or leave prediction out", path)
+    (token_ids,) = await prompt_ids(service, [text], False, None, path, is_cut=True)
+    return token_ids[: service.check_ready().max_model_len]
+
+
 def _reasoning(body: ChatFields, template: ChatTemplate) -> dict[str, Any]:
     """Variables of the template for `reasoning_effort`. Raises ApiError where it has none."""
     effort = body.reasoning_effort
@@ -329,6 +344,10 @@ def _content(message: Message, path: str) -> str:
         if message.role != "assistant":
             raise bad_request(f"{path} is null, which only a message of the assistant may be; give a string", path)
         return ""  # agents repeat an answer without text like this
+    return _text(content, path)
+
+
+def _text(content: str | list[dict[str, Any]], path: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))

@@ -22,13 +22,22 @@ from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import held, responses
 from headway.server.api.answers import Answer
+from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
-from headway.server.api.prompts import as_list, chat_prompt, completion_prompts, most_tokens, prompt_ids, truncated
+from headway.server.api.prompts import (
+    as_list,
+    chat_prompt,
+    completion_prompts,
+    most_tokens,
+    predicted_ids,
+    prompt_ids,
+    truncated,
+)
 from headway.server.api.request_body import check_body, query_number
 from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
@@ -196,6 +205,8 @@ class Routes:
                 tokenized_ns = clock()
                 params.structured_outputs = await held.checked(service, request, body, wanted, is_reasoning)
                 compiled_ns = clock()
+            given = body.prediction if isinstance(body, ChatBody) else None
+            prediction = [] if given is None else await predicted_ids(service, given, params)
             fitted = self._fitted(body, params, prompts, terms.service)
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
             generation = Generation(
@@ -210,6 +221,7 @@ class Routes:
                 compiled_ns=compiled_ns,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                prediction=prediction,
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
@@ -234,7 +246,7 @@ class Routes:
         )
         given = (name for name in fields if getattr(body, name, None) is not None)
         prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
-        return [
+        fitted = [
             fitted_params(
                 params,
                 len(prompt.token_ids),
@@ -245,6 +257,11 @@ class Routes:
             )
             for prompt in prompts
         ]
+        if params.use_beam_search:
+            ready, records = self._service.check_ready(), self._service.engine.config.record_steps is not None
+            for each, prompt in zip(fitted, prompts, strict=True):
+                check_room(ready, records, each, len(prompt.token_ids), max_tokens_field or "max_tokens")
+        return fitted
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
         is_cut = body.truncate_prompt_tokens is not None

@@ -121,6 +121,11 @@ ContentField = Annotated[
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 
+EarlyStoppingField = Annotated[
+    Any,
+    must_be("true, false or never", lambda value: value is None or value is True or value is False or value == "never"),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}]}),
+]
 NullField = Annotated[
     Any,
     must_be("null or an empty list, because it is not supported", lambda value: value in (None, [])),
@@ -240,6 +245,17 @@ class GenerationBody(RequestBody):
     guided_regex: str | None = said("An older name of structured_outputs.regex.")
     guided_choice: list[str] | None = said("An older name of structured_outputs.choice.")
     guided_grammar: str | None = said("An older name of structured_outputs.grammar.")
+    use_beam_search: bool | None = said(
+        "Whether the likeliest texts are searched for, in place of drawing tokens; default false."
+    )
+    best_of: Int | None = said("Beams of a beam search, n to 64; default n. Without beam search the same as n.")
+    length_penalty: float | None = said(
+        "With beam search, texts are ranked by their log-probability divided by their length to this power, -10 to 10; "
+        "default 1."
+    )
+    early_stopping: EarlyStoppingField = said(
+        "When a beam search ends: true at best_of texts, false (default) if no beam is better, never if none can be."
+    )
 
 
 class CompletionBody(GenerationBody):
@@ -253,7 +269,6 @@ class CompletionBody(GenerationBody):
     logprobs: Int | None = said(
         "Alternatives, 0 to 20, whose log-probabilities are given for each token; default none."
     )
-    best_of: Int | None = said("The same as n, if it is given.")
     add_special_tokens: bool = said("Whether the tokenizer adds its special tokens to the prompt; default true.", True)
 
     @property
@@ -306,6 +321,11 @@ class ChatFields(Body):
     )
 
 
+class Prediction(Body):
+    type: Literal["content"] = said("A text is all that is known.", ...)
+    content: ContentField = said("The text, or a list of parts of type text.", ...)
+
+
 class ChatBody(GenerationBody, ChatFields):
     """POST /v1/chat/completions.
 
@@ -325,6 +345,9 @@ class ChatBody(GenerationBody, ChatFields):
     )
     parallel_tool_calls: bool | None = said("Whether an answer may have several calls of tools; default true.")
     include_reasoning: bool = said("Whether the answer has what the model thought before it; default true.", True)
+    prediction: Prediction | None = said(
+        "What most of the answer may say, as a file before an edit; only with --speculative-config."
+    )
     modalities: list[Literal["text"]] | None = said(
         "What the answer consists of; only text.", min_length=1, max_length=1
     )
@@ -405,7 +428,6 @@ class Unsupported:
 
 
 _NO_TOOLS = "only chat completions have tools"
-_NO_BEAMS = "beam search is not supported"
 UNSUPPORTED = {
     "suffix": Unsupported("inserting before a suffix is not supported", lambda value: value == ""),
     "tools": Unsupported(_NO_TOOLS, lambda value: value == []),
@@ -414,7 +436,7 @@ UNSUPPORTED = {
     "functions": Unsupported("give them as tools", lambda value: value == []),
     "function_call": Unsupported("give tool_choice", lambda value: value in ("none", "auto")),
     "audio": Unsupported("only text is produced"),
-    "prediction": Unsupported("predicted outputs are not supported"),
+    "prediction": Unsupported("only chat completions have a prediction"),
     "verbosity": Unsupported("state the length of the answer in a message"),
     "web_search_options": Unsupported("web search is not supported"),
     "store": Unsupported("nothing is stored", lambda value: value is False),
@@ -427,9 +449,6 @@ UNSUPPORTED = {
     # Fields of vLLM's own.
     "guided_decoding_backend": Unsupported("it must be a string", lambda value: isinstance(value, str)),
     "guided_whitespace_pattern": Unsupported("white space in JSON is bounded in one way"),
-    "use_beam_search": Unsupported(_NO_BEAMS, lambda value: value is False),
-    "early_stopping": Unsupported(_NO_BEAMS, lambda value: value is False),
-    "length_penalty": Unsupported(_NO_BEAMS, lambda value: value == 1),
     "bad_words": Unsupported("give the tokens a logit_bias of -100", lambda value: value == []),
     "logprob_token_ids": Unsupported("only the likeliest tokens are shown, with logprobs"),
     "logits_processors": Unsupported("sampling has no plug-ins", lambda value: value == []),

@@ -80,6 +80,36 @@ def test_a_stream_that_goes_on_in_another_engine_has_the_same_tokens(live: Live,
     assert killed and tokens == plain[1]["token_ids"]
 
 
+def test_a_predicted_answer_is_the_same_in_fewer_steps(live: Live) -> None:
+    """With the openai client, whole and as a stream; also where only parts of the prediction come true."""
+    asked: dict[str, Any] = {
+        "model": "random",
+        "messages": [{"role": "user", "content": "Tell me a story about a fox and a lost key."}],
+        "max_tokens": 200,
+        "temperature": 0,
+        "extra_body": {"include_timings": True, "ignore_eos": True},
+    }
+    plain = live.openai.chat.completions.create(**asked)
+    text = plain.choices[0].message.content or ""
+    half = len(text) // 2
+    for predicted in (text, text[:half] + " And so on. " + text[half:]):
+        asked["prediction"] = {"type": "content", "content": predicted}
+        accepted = 0
+        for _ in range(30):  # drafts rest as long as a busy machine has made them lose time
+            answer = live.openai.chat.completions.create(**asked)
+            assert answer.choices[0].message.content == text
+            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+            won = answer.usage.completion_tokens_details.accepted_prediction_tokens or 0
+            timings = (answer.model_extra or {})["timings"]
+            assert timings["steps"] == timings["tokens"] - won
+            if (accepted := accepted + won) >= 60:
+                break
+        assert accepted >= 60, predicted
+    chunks = list(live.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens_details is not None
+
+
 def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[dict[str, Any]]) -> None:
     wanted = '{"method": "draft_model", "model": "headway/story-draft"}'
     with closing(Live(STORY, *MODEL, "--speculative-config", wanted)) as server:
