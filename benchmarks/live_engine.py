@@ -37,6 +37,7 @@ class LiveEngine:
         batch, context, prompt: the most that will be asked of it.
         device: cpu or cuda.
         cache_tokens: of the pool; None: for so many sequences with such a context or prompt.
+        ranks: processes that share the model, and the threads.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LiveEngine:
         threads: int | None,
         device: str = "cpu",
         cache_tokens: int | None = None,
+        ranks: int = 1,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -66,6 +68,7 @@ class LiveEngine:
                 max_num_batched_tokens=max(prompt, batch),
                 max_prefill_stall_ms=math.inf,
                 num_threads=threads,
+                tensor_parallel_size=ranks,
             )
             engine = build_engine(settings)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns

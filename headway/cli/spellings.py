@@ -84,8 +84,7 @@ OPTIONS = {
     "--output-file": ("--result-filename", "--output"),
 }
 NOT_SUPPORTED = {
-    "--tensor-parallel-size": "several devices are not supported yet",
-    "--pipeline-parallel-size": "several devices are not supported yet",
+    "--pipeline-parallel-size": "stages are not supported yet; --tensor-parallel-size shares each layer",
     "--enable-lora": "LoRA is not supported yet",
     "--lora-modules": "LoRA is not supported yet",
     "--enable-auto-tool-choice": "models may always call the tools that a request offers; leave it out",

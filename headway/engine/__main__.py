@@ -1,4 +1,4 @@
-"""The engine process, as `python -m headway.engine DESCRIPTOR`."""
+"""The engine process, as `python -m headway.engine DESCRIPTOR`, or another rank of it, as engine.follower says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from headway.engine.libraries import begin_import
 
 
 def run() -> int:
-    """Begin to load torch before anything else is imported; see process.main."""
+    """Begin to load torch before anything else is imported; see process.main, or follower.main."""
     begin_import()
+    if len(sys.argv) > 2:
+        from headway.engine import follower
+
+        return follower.main(*map(int, sys.argv[1:]))
     from headway.engine.process import main
 
     return main(int(sys.argv[1]))

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
+from headway.engine.executor import Executor
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.preload import preload
@@ -38,6 +40,9 @@ from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from headway.engine.ranks import Followers
 
 StageListener = Callable[[str, int], None]
 
@@ -73,6 +78,21 @@ def build_engine(
     cache: WeightCache | None = None,
     beside: ExitStack | None = None,
 ) -> LoadedEngine:
+    """Build an engine as _build() does; what it has started is ended where that fails."""
+    with ExitStack() as started:
+        engine = _build(config, on_stage, memory, cache, beside, started)
+        started.pop_all()
+    return engine
+
+
+def _build(
+    config: EngineConfig,
+    on_stage: StageListener | None,
+    memory: mmap.mmap | None,
+    cache: WeightCache | None,
+    beside: ExitStack | None,
+    started: ExitStack,
+) -> LoadedEngine:
     """Load the model and make everything that a step needs.
 
     The stages are prepare, choose_kernels, storage_read, convert, layout (as far as a memory-mapped file tells them
@@ -84,6 +104,7 @@ def build_engine(
         memory: memory for a CPU's weights, see LargePages.
         cache: the cache that has the packed weights, or is to have them.
         beside: keeps what other processes do for this start, until it is closed.
+        started: ends what is there for as long as the engine, if it is closed.
 
     Raises:
         EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
@@ -93,12 +114,13 @@ def build_engine(
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
         device = _device(config.device)
         if device.type == "cpu":
-            torch.set_num_threads(config.num_threads or usable_threads())
+            torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.tensor_parallel_size))
         folder = resolve_model(config.model)
         model_config = ModelConfig.from_folder(folder)
         dtype = resolve_dtype(config.dtype, model_config)
         cache_dtype = _cache_dtype(config, model_config, dtype, device)
         kernels = kernels_for(str(device), dtype, memory)
+        followers = _followers(config, model_config, device, started)
     packed = model_config.packed
     config = replace(config, quantization=rounds_to(config.quantization, packed))
     with stages.timed("choose_kernels"):
@@ -111,20 +133,26 @@ def build_engine(
     asked_len = _asked_model_len(config, model_config)
     if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
         model_config = model_config.with_attention_sinks(sinks)
+    if followers is not None:
+        followers.assign(asked_len)
     began = time.monotonic_ns()
     known = cache.weights(kernels.named) if cache is not None else None
     if known is not None:
         stages.done("weight_cache", time.monotonic_ns() - began)
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
-    model = load_model(folder, dtype, kernels, device, *options, known, sinks)
+    shared = None if followers is None else followers.of(kernels, model_config)
+    model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
     draft = _draft(config, model_config, folder, dtype, kernels, device)
     with stages.timed("kv_allocation"):
         grouped = _windows(model_config, cache_dtype)
         windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
         groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
-        block_bytes = bytes_per_block(model_config.caches, config.block_size, cache_dtype, groups)
+        block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
+        block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
         draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, dtype)
         pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
+        seats = pool.max_num_seqs or config.max_num_seqs
+        host_blocks = _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None)
         runner = Runner(
             model,
             kernels,
@@ -132,28 +160,34 @@ def build_engine(
             cache_dtype,
             pool.num_blocks,
             config.block_size,
-            pool.max_num_seqs or config.max_num_seqs,
+            seats,
             pool.max_model_len,
-            _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None),
+            host_blocks,
             pool.checkpoints or 0,
             groups,
             graphs=not config.enforce_eager,
             folder=folder,
         )
+        executor: Executor = runner
+        if followers is not None:
+            executor = followers.executor(runner, pool.num_blocks, seats, pool.max_model_len, host_blocks, groups)
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, pool, make, swap)
     with stages.timed("warm_up"):
         sizes = pool.num_blocks, config.block_size
-        warm_up(scheduler.config, runner, KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups))
+        blocks = KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups)
+        warm_up(scheduler.config, executor, blocks, kernels.warm_up_tokens)
         _capture(runner)
         speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
     roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
-    core, left_out = EngineCore(scheduler, runner, speculator=speculator, roofline=roofline), []
+    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
+    if followers is not None:
+        followers.serves = True
     kept_bytes = 0
     if cache is not None:
         cache.keep(model.weights, kernels.named)
@@ -223,7 +257,7 @@ def _pool(
     )
 
 
-def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
+def warm_up(config: SchedulerConfig, executor: Executor, blocks: KVBlocks, enough: int | None) -> None:
     """Run two prompts and decode, so that kernels are compiled, or loaded, before the first request.
 
     Where the kernels say how few tokens are enough, each job is run once: in a step of both prompts, and in one of the
@@ -232,10 +266,10 @@ def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
 
     Args:
         blocks: an empty pool, without a prefix cache.
+        enough: how few tokens are enough; None where the kernels do not say.
     """
     scheduler = Scheduler(config, blocks)
     longest = max(1, min(config.max_model_len - 6, config.max_num_batched_tokens))
-    enough = runner.kernels.warm_up_tokens
     sequences = ((longest, 5), (1, 3)) if enough is None else ((min(longest, enough), 2), (1, 1))
     for index, (length, new) in enumerate(sequences):
         params = SamplingParams(temperature=float(index), max_tokens=new, ignore_eos=True)
@@ -243,10 +277,10 @@ def warm_up(config: SchedulerConfig, runner: Runner, blocks: KVBlocks) -> None:
             scheduler.add(sequence, 0)
     while scheduler.has_work:
         plan = scheduler.schedule(0)
-        outcome = runner.run(plan)
+        outcome = executor.run(plan)
         for sequence, _ in scheduler.complete(plan, outcome.tokens, outcome.times):
             if sequence.finish_reason is not None:
-                runner.forget(sequence.seq_id)
+                executor.forget(sequence.seq_id)
 
 
 def _capture(runner: Runner) -> None:
@@ -292,12 +326,30 @@ def _speculator(
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
     seats, graphs = limits.max_num_seqs, not config.enforce_eager
     runner = Runner(draft, draft.kernels, device, draft.dtype, *sizes, seats, longest, graphs=graphs)
-    warm_up(replace(limits, max_model_len=longest), runner, KVBlocks(*sizes, enable_prefix_caching=False))
+    empty = KVBlocks(*sizes, enable_prefix_caching=False)
+    warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
     _capture(runner)
     drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
     model = DraftModel(runner, pool, longest, vocab_size)
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
+
+
+def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
+    """The processes with the other parts of the model, which begin to load; None where there are none.
+
+    Raises EngineError or ModelError where the model, the device or an option cannot be shared.
+    """
+    if config.tensor_parallel_size == 1:
+        return None
+    if device.type != "cpu":
+        asked = f"tensor_parallel_size is {config.tensor_parallel_size}"
+        raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
+    from headway.engine.ranks import Followers
+
+    followers = Followers(config, model)
+    started.callback(followers.end)
+    return followers
 
 
 def _device(name: str) -> torch.device:

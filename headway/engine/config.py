@@ -106,8 +106,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
     Raises:
-        ValueError: a step has fewer tokens than sequences, there are far more threads than processors, there is no
-            such scheduling policy, or speculative_config has a wrong value.
+        ValueError: a step has fewer tokens than sequences, there are far more threads or ranks than processors, threads
+            cannot be divided among ranks, there is no such scheduling policy, or speculative_config has a wrong value.
     """
 
     model: str = ""
@@ -116,6 +116,22 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     preloaded: list[PreloadedPrompt] = field(default_factory=list)
     preload_what_fits: bool = False
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        _engine(
+            "On a CPU, divide each layer and the KV cache among so many processes (ranks), and --threads among them.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
+    rank_timeout: Annotated[
+        float,
+        _engine(
+            "Restart the engine if a rank holds up the others for so many seconds of a step.",
+            min=0.1,
+            metavar="SECONDS",
+        ),
+    ] = 30.0
     gpu_memory_utilization: Annotated[
         float | None,
         _engine(
@@ -158,6 +174,17 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             raise ValueError(
                 f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
                 f"{MOST_THREADS * processors}, or leave it out for one per physical core"
+            )
+        ranks = self.tensor_parallel_size
+        if not 1 <= ranks <= MOST_THREADS * processors:
+            raise ValueError(
+                f"tensor_parallel_size is {ranks}, and this process may use {processors} processors; give 1 to "
+                f"{MOST_THREADS * processors}"
+            )
+        if self.num_threads is not None and self.num_threads % ranks:
+            raise ValueError(
+                f"num_threads is {self.num_threads}, which cannot be divided among {ranks} ranks "
+                "(tensor_parallel_size); give a multiple"
             )
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:

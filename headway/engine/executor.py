@@ -76,6 +76,9 @@ class Executor(Protocol):
         The future's ValueError is one line for the user.
         """
 
+    def look(self) -> None:
+        """Look, now and then while nothing runs, whether plans can still be run. Raises EngineFault where not."""
+
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step.
 

@@ -90,7 +90,7 @@ class Ready(_Message):
 
 
 class Failed(_Message):
-    """The engine could not start; `message` is one line for the user."""
+    """The engine could not start, or cannot go on; `message` is one line for the user."""
 
     message: str
 

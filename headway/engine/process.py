@@ -159,7 +159,14 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.roofline,
         )
     )
-    return _step_loop(channel, engine.core, parent)
+    from headway.engine.executor import EngineFault  # which is imported by now
+
+    try:
+        return _step_loop(channel, engine.core, parent)
+    except EngineFault as fault:
+        traceback.print_exc()
+        channel.send(Failed(" ".join(str(fault).split())))
+        return 1
 
 
 def quiet_garbage_collector() -> None:
@@ -193,7 +200,9 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             checking = core.check_by_parts()
         elif busy:  # everything was aborted between two steps
             channel.send(core.idle())
-        elif checking is not None and next(checking, _CHECKED) is _CHECKED:
+        elif checking is None:
+            core.executor.look()
+        elif next(checking, _CHECKED) is _CHECKED:
             checking = None
         if os.getppid() != parent:
             return 0

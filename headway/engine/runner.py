@@ -108,6 +108,9 @@ class Runner:
             for _ in ("compiled", "captured"):
                 self.model.forward(step.token_ids, step.geometry, self.caches)
 
+    def look(self) -> None:
+        """Do nothing: a device that is lost shows itself in the next step."""
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step and read its tokens back: here the host waits for the device, and again for prompt_logprobs."""

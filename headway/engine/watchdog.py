@@ -20,8 +20,8 @@ FACTOR, LEAST_S, MOST_S = 10.0, 30.0, 600.0
 # The limit doubles with each engine that was ended within the last hour, but not more often than this.
 FORGOTTEN_AFTER_S, MOST_DOUBLINGS = 3600.0, 3
 _LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
-_STOPPED = "Tt"  # by a signal or a debugger, as Linux names the states of a thread
-_WANTS_TO_RUN = "RD"
+STOPPED = "Tt"  # by a signal or a debugger, as Linux names the states of a thread
+WANTS_TO_RUN = "RD"
 _TICKS_PER_S = 100.0  # the unit of times in /proc
 
 
@@ -68,12 +68,12 @@ class Watchdog:
                 await asyncio.sleep(pause)
                 now, loading = time.monotonic(), loads()
                 passed, before = min(now - before, 2 * pause), now
-                state, has_s = _main_thread(pid)
+                state, has_s = main_thread(pid)
                 may_wait, had_work = had_work, loading or has_work()  # work may have come just before this look
-                if self.steps != steps or not (may_wait and had_work) or (loading and state not in _STOPPED):
+                if self.steps != steps or not (may_wait and had_work) or (loading and state not in STOPPED):
                     steps, waited = self.steps, 0.0
                 else:
-                    waited += min(passed, has_s - had_s) if state in _WANTS_TO_RUN else passed
+                    waited += min(passed, has_s - had_s) if state in WANTS_TO_RUN else passed
                 had_s = has_s
                 self.stalled_s = waited if waited > self.limit_s else 0.0
             self._fired.append(time.monotonic())
@@ -83,7 +83,7 @@ class Watchdog:
             self.stalled_s = 0.0
 
 
-def _main_thread(pid: int) -> tuple[str, float]:
+def main_thread(pid: int) -> tuple[str, float]:
     """(state, seconds of processor time so far) of the thread that runs the steps; the state is S if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()

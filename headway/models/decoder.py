@@ -38,7 +38,7 @@ class DenseMLP:
     """The gated MLP that every token goes through."""
 
     gate_up: Callable[[Tensor], Tensor]  # gate and up rows stacked, with the gate applied
-    down: Linear
+    down: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
@@ -82,7 +82,7 @@ class AttentionWeights:
     qkv: Linear
     query_norm: Tensor | None  # [head_dim], or of all heads together
     key_norm: Tensor | None
-    o: Linear
+    o: Callable[[Tensor], Tensor]
     cache: CacheSpec
     rotated: bool = True  # whether queries and keys have rotary positions
     norms_behind: bool = False  # their norms come behind these

@@ -102,7 +102,7 @@ def _spread(floats: Tensor, groups: Groups) -> Tensor:
 
 def _stacked(groups: Sequence[Groups]) -> Groups:
     size = min(each.size for each in groups)
-    fine = [_cut(each, size) for each in groups]
+    fine = [smaller_groups(each, size) for each in groups]
     run = min(each.run if each.scales.shape[1] > 1 else each.factors.shape[1] for each in fine)
     if len({each.scales.shape[1] for each in fine}) > 1:  # runs of a power of two groups, as short as the shortest
         run &= -run
@@ -119,7 +119,7 @@ def _stacked(groups: Sequence[Groups]) -> Groups:
     )
 
 
-def _cut(groups: Groups, size: int) -> Groups:
+def smaller_groups(groups: Groups, size: int) -> Groups:
     """Cut groups into smaller ones of `size` inputs."""
     times = groups.size // size
     factors, offsets = (each.repeat_interleave(times, 1) for each in (groups.factors, groups.offsets))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from headway.cost.layers import AttentionSinks
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Kernels, Ranks
 from headway.kernels.weights import QUANTIZATIONS
 from headway.models.assembler import Assembler
 from headway.models.checkpoint import (
@@ -30,6 +30,7 @@ from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf.checkpoint import GGUFCheckpoint
 from headway.models.gguf.config import gguf_files
+from headway.models.sharding import divided
 from headway.models.tensors import (
     Shapes,
     expected_tensors,
@@ -62,6 +63,7 @@ def load_model(
     quantization: str = "none",
     weights: DecoderWeights | None = None,
     attention_sinks: AttentionSinks | None = None,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Build the decoder of a model folder.
 
@@ -78,6 +80,7 @@ def load_model(
             as they are.
         weights: the model's, where they are known; then none are read.
         attention_sinks: see ModelConfig.with_attention_sinks.
+        ranks: those that share the model, of which only this rank's part is loaded; None where it is not shared.
 
     Raises:
         ModelError: the folder's files are missing, damaged, contradict each other or ask for what is not supported.
@@ -93,9 +96,16 @@ def load_model(
     expected = expected_tensors(config, stacked)
     if load_format != "dummy":
         read_ahead(folder)
+
+    def assemble(source: WeightSource, shapes: Shapes, config: ModelConfig) -> DecoderWeights:
+        of_kernels = kernels, dtype, torch.device(device), clock, quantization
+        return Assembler(source, shapes, config, *of_kernels).decoder_weights()
+
     with _open(folder, expected, config, load_format, seed, clock) as opened:
-        assembler = Assembler(opened, expected, config, kernels, dtype, torch.device(device), clock, quantization)
-        weights = assembler.decoder_weights()
+        if ranks is None:
+            weights = assemble(opened, expected, config)
+        else:
+            config, weights = divided(opened, config, stacked, ranks, assemble)
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)

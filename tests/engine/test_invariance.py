@@ -37,6 +37,7 @@ _FAMILIES = {
     "gemma4": TINY_GEMMA4,
     "olmo": TINY_OLMO,
     "latent": TINY_LATENT,
+    "ranks": {},
 }
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -92,6 +93,7 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "float32", "olmo"),
         ("cpu", "none", "auto", "float32", "latent"),
         ("cpu", "int8", "auto", "bfloat16", "latent"),
+        pytest.param(("cpu", "none", "auto", "bfloat16", "ranks"), marks=pytest.mark.slow),
         pytest.param(("cuda", "none", "auto"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
@@ -124,6 +126,8 @@ def build(model: Model, **settings: Any) -> LLM:
         "num_threads": 1,
         "kv_cache_memory": 4 << 20,
     }
+    if model.family == "ranks":
+        defaults |= {"tensor_parallel_size": 2, "num_threads": 2}
     return LLM(model.folder, skip_tokenizer_init=True, **(defaults | settings))
 
 

@@ -39,6 +39,7 @@ class Core:
     def __init__(self, steps: int = 10**9, parts: int = 0) -> None:
         self.log: list[str] = []
         self.scheduler = self  # which has the pool's check
+        self.executor = self
         self.left = 0
         self._steps = steps
         self._parts = parts
@@ -55,6 +56,9 @@ class Core:
         self.log.append("step")
         self.left -= 1
         return EngineOutputs([], EngineStats(0, 0, 0.0), 0)
+
+    def look(self) -> None:
+        pass
 
     def check_by_parts(self) -> Iterator[None]:
         for _ in range(self._parts):

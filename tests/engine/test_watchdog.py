@@ -50,7 +50,7 @@ def test_whatever_it_does_it_ends_no_step(process: subprocess.Popen[bytes]) -> N
 
 
 def test_while_it_loads_it_may_take_any_time_unless_it_is_stopped(process: subprocess.Popen[bytes]) -> None:
-    stopped = "T" in watchdog._main_thread(process.pid)[0]
+    stopped = "T" in watchdog.main_thread(process.pid)[0]
     found = watch(Watchdog(LIMIT_S), process.pid, loads=True, seconds=60.0 if stopped else 8 * LIMIT_S)
     assert found is None or (stopped and "was stopped while it loaded" in found)
     assert (found is None) == (not stopped)
@@ -64,14 +64,14 @@ def test_without_work_nothing_is_expected(process: subprocess.Popen[bytes]) -> N
 def test_a_starved_engine_is_not_a_stalled_one(monkeypatch: pytest.MonkeyPatch, state: str, share: float) -> None:
     """It would run, and gets little of a processor, or waits for its memory to come back from the disk."""
     began = time.monotonic()
-    monkeypatch.setattr(watchdog, "_main_thread", lambda pid: (state, share * (time.monotonic() - began)))
+    monkeypatch.setattr(watchdog, "main_thread", lambda pid: (state, share * (time.monotonic() - began)))
     assert watch(Watchdog(LIMIT_S), os.getpid(), seconds=8 * LIMIT_S) is None
 
 
 def test_time_in_which_nobody_ran_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first look comes hours late, as on a machine that goes on after it was suspended."""
     late, clock = iter([0.0, *[36_000.0] * 10**6]), time.monotonic
-    monkeypatch.setattr(watchdog, "_main_thread", lambda pid: ("S", 0.0))
+    monkeypatch.setattr(watchdog, "main_thread", lambda pid: ("S", 0.0))
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock() + next(late))
     began = clock()
     assert watch(Watchdog(LIMIT_S), os.getpid()) is not None
@@ -81,7 +81,7 @@ def test_time_in_which_nobody_ran_does_not_count(monkeypatch: pytest.MonkeyPatch
 def test_time_counts_from_when_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step should have ended in the pause before a look, where the first request came just before that look."""
     dog, looks = Watchdog(LIMIT_S), iter(range(10**6))
-    monkeypatch.setattr(watchdog, "_main_thread", lambda pid: ("S", 0.0))
+    monkeypatch.setattr(watchdog, "main_thread", lambda pid: ("S", 0.0))
     monkeypatch.setattr(watchdog, "_LOOKS_IN_LIMIT", 0.25)  # one pause is longer than what ends an engine
 
     async def watched() -> tuple[str, int]:

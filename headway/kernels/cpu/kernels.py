@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ from headway.kernels.interface import (
 )
 from headway.kernels.reference import forbid
 from headway.kernels.weights import SILU, Gate, Weight
+
+if TYPE_CHECKING:
+    from headway.kernels.cpu.rank_board import RankBoard
+    from headway.kernels.cpu.ranks import CpuRanks
 
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128
@@ -88,6 +93,12 @@ class CpuKernels(FurtherKernels):
             "choice": self._choice,
             **kinds,
         }
+
+    def ranks(self, board: RankBoard, hidden: int, vocab: int) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others."""
+        from headway.kernels.cpu.ranks import CpuRanks
+
+        return CpuRanks(self._team, board, hidden, vocab)
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""

@@ -14,7 +14,7 @@ from headway.kernels.cpu.expert_plan import MOST_ROWS
 from headway.kernels.cpu.groups import GROUPED_ROWS, grouped_rows_job
 from headway.kernels.cpu.packed_weight import PackedWeight
 from headway.kernels.cpu.packing import ROWS, rows_job
-from headway.kernels.cpu.product import PRODUCT, WIDE
+from headway.kernels.cpu.product import FEATURE_BITS, PRODUCT, WIDE
 
 # The least tokens that an item of work is cut down to for many threads.
 _LEAST_TOKENS = 24
@@ -38,6 +38,10 @@ class PackedLinear(PackedWeight):
         """x [T, in] -> [T, out], of x's dtype or wide."""
         return self._product(x, x.shape[0], 0, False)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """Write the sums of x [T, in] to out [T, out] float32, strided along T or not, unrounded."""
+        self._product(x, x.shape[0], 0, False, out)
+
     def of_experts(self, x: Tensor, plan: Plan, gathers: bool) -> Tensor:
         """Each row of the plan times the weight of its expert -> [rows, out].
 
@@ -46,10 +50,12 @@ class PackedLinear(PackedWeight):
         """
         return self._product(x, plan.rows, plan.address, gathers)
 
-    def _product(self, x: Tensor, rows: int, plan: int, gathers: bool) -> Tensor:
+    def _product(self, x: Tensor, rows: int, plan: int, gathers: bool, out: Tensor | None = None) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = self._team.empty((rows, self.out_features), torch.float32 if self._wide else x.dtype)
+        wide = self._wide or out is not None
+        if out is None:
+            out = self._team.empty((rows, self.out_features), torch.float32 if wide else x.dtype)
         if rows == 0:
             return out
         made_ready = self._team.empty((rows * self._x_stride if self._prepared or gathers else 0,), torch.uint8)
@@ -64,8 +70,9 @@ class PackedLinear(PackedWeight):
             self.in_features, 0 if self._order is None else self._order.data_ptr(),
             made_ready.data_ptr() if len(made_ready) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
             self._packed.data_ptr(), self._words, block, self._step_bytes,
-            self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(), self.out_features,
-            int(self._wide) * WIDE if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
+            self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
+            out.stride(0) << FEATURE_BITS | self.out_features,
+            int(wide) * WIDE if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
             *more, self._tiles,
         )  # fmt: skip
         self._team.run(self._code, PRODUCT, arguments)

@@ -64,6 +64,7 @@ MOST_FROM_NIBBLES = 8
 _GROUPED, _NEVER = -1, 1 << 62
 # A value in place of a gate's address. It says that there is no gate, and that results are float32.
 WIDE = 1
+FEATURE_BITS = 32  # of the number of outputs; above them stands how far apart rows of outputs are
 
 
 @compiled()
@@ -231,17 +232,18 @@ def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
 
     of_all is the panel's number among those of all experts; a number of out has `size` bytes, or 4 where it is WIDE.
     """
-    scales, bias, out, features, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 20), arg(a, 21)
+    scales, bias, out, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 21)
+    features, stride = arg(a, 20) & (1 << FEATURE_BITS) - 1, arg(a, 20) >> FEATURE_BITS
     is_wide = gate == WIDE
     each = PANEL // 2 if gate != 0 and not is_wide else PANEL
-    to, of_panel = out + (row * features + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
+    to, of_panel = out + (row * stride + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
     count = min(each, features - panel * each)
     if is_wide:
-        _finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, features)
+        _finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
     elif gate != 0:
-        _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features, gate)
+        _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
     else:
-        _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, features)
+        _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
 
 
 @compiled()

@@ -1,0 +1,80 @@
+"""Steps of an engine of several ranks beside one rank that has as many threads alone.
+
+    python -m benchmarks.ranks --shape qwen2.5-0.5b --ranks 2 --threads 2
+
+Both engines have the same random weights and are in this process; the other ranks sleep while the one rank is measured.
+Each point is measured on both, one right after the other and in changing order, and all points again in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from benchmarks.checkpoint import SHAPES
+from benchmarks.live_engine import LiveEngine
+from benchmarks.machine import RESULTS, about, own_file, save
+
+Point = tuple[str, int]  # "decode" and the batch, or "prefill" and the tokens
+POINTS: list[Point] = [("decode", 1), ("decode", 4), ("decode", 16), ("prefill", 128), ("prefill", 512)]
+
+
+def step_ms(engine: LiveEngine, point: Point, context: int, budget_s: float) -> float:
+    """The median of some steps."""
+    what, size = point
+    seconds = engine.prefill(size, budget_s) if what == "prefill" else engine.decode(context, size, budget_s)[0]
+    return 1000 * statistics.median(seconds)
+
+
+def measure(
+    engines: dict[str, LiveEngine], points: list[Point], context: int, rounds: int, budget_s: float
+) -> dict[str, list[dict[str, float]]]:
+    """Milliseconds of a step on each engine, by point and round."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for number in range(rounds):
+        order = list(engines) if number % 2 == 0 else list(engines)[::-1]
+        for point in points:
+            took = {name: step_ms(engines[name], point, context, budget_s) for name in order}
+            found.setdefault(f"{point[0]}:{point[1]}", []).append(took)
+    return found
+
+
+def speeds(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians of each point, and the speed of the ranks as a multiple of that of one, of neighbours in time."""
+    rows = {}
+    for point, each in found.items():
+        rows[point] = {name: statistics.median(took[name] for took in each) for name in each[0]}
+        ratios = sorted(took["one"] / took["ranks"] for took in each)
+        rows[point] |= {"speed": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of one rank, and of all ranks together")
+    parser.add_argument("--context", type=int, default=256, help="of decodes, in tokens")
+    parser.add_argument("--points", nargs="+", default=[f"{what}:{size}" for what, size in POINTS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of steps of a point on an engine")
+    parser.add_argument("--output", type=Path, default=RESULTS / "ranks.json")
+    args = parser.parse_args(argv)
+    points = [(what, int(size)) for what, size in (text.split(":") for text in args.points)]
+    batch = max((size for what, size in points if what == "decode"), default=1)
+    prompt = max((size for what, size in points if what == "prefill"), default=1)
+    sizes = SHAPES[args.shape], batch, args.context, prompt, args.threads
+    engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks)}
+    found = measure(engines, points, args.context, args.rounds, args.budget)
+    rows = speeds(found)
+    print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {args.ranks} ranks")
+    for point, row in rows.items():
+        spread = f"{row['least']:.2f} to {row['most']:.2f}"
+        print(f"{point:>12} {row['one']:8.2f} {row['ranks']:8.2f}   {row['speed']:.2f} of the speed ({spread})")
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    save({"machine": about(), "settings": settings, "rows": rows, "rounds": found}, own_file(args.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A rank of an engine behind the first one, as `python -m headway.engine MEMORY BELL PARENT`.
+
+It holds its part of the model and of the KV cache, and runs the plans of rank 0 with them, step by step. Nothing is
+drawn here: tokens come with the next plan. It ends with rank 0, whatever that one ends by.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+import torch
+
+from headway.engine.ranks import Assignment, Pool, Step, ToRank
+from headway.engine.runner import Runner
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.rank_board import RankBoard
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.loading import load_model, resolve_dtype, resolve_model
+from headway.models.quantization import rounds_to
+
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
+
+
+class Follower(Runner):
+    """A Runner that asks for the same sums as that of rank 0, and leaves the rest of a step to it."""
+
+    def _sample(self, *_: Any) -> None:
+        """Draw nothing: rank 0 has the logits."""
+
+
+def main(memory: int, bell: int, parent: int) -> int:
+    """Serve rank 0, the process `parent`, until it is gone; the exit code.
+
+    Args:
+        memory: the descriptor of a RankBoard.
+        bell: its eventfd for this rank.
+    """
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    assigned = sys.stdin.buffer.read()
+    if os.getppid() != parent or not assigned:
+        return 0
+    own = msgspec.msgpack.decode(assigned, type=Assignment)
+    torch.set_num_threads(own.threads)
+    board = RankBoard(memory, own.number, own.count, [bell] * own.count)
+    try:
+        model = _load(own, board)
+    except ValueError as error:  # rank 0 meets most of these itself, and says so
+        sys.stderr.write(f"rank {own.number}: {' '.join(str(error).split())}\n")
+        return 1
+    _follow(own, model, board, parent)
+    return 0
+
+
+def _load(own: Assignment, board: RankBoard) -> Decoder:
+    """This rank's part of the model. Raises ValueError as load_model() does."""
+    config, folder, kernels = own.config, resolve_model(own.config.model), CpuKernels()
+    model = ModelConfig.from_folder(folder)
+    return load_model(
+        folder,
+        resolve_dtype(config.dtype, model),
+        kernels,
+        load_format=config.load_format,
+        seed=config.seed,
+        max_model_len=own.max_model_len,
+        quantization=rounds_to(config.quantization, model.packed),
+        attention_sinks=config.sinks(model.shape.max_positions, own.max_model_len),
+        ranks=kernels.ranks(board, model.shape.hidden, model.shape.vocab),
+    )
+
+
+def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> None:
+    """Do what rank 0 says, until it is gone."""
+    decoder, runner = msgspec.msgpack.Decoder(ToRank), None
+    while data := board.receive(lambda: os.getppid() != parent):
+        message = decoder.decode(data)
+        try:
+            if isinstance(message, Pool):
+                runner = _runner(own, message, model)
+                gc.freeze()
+            elif runner is not None:
+                _step(runner, message)
+        except Exception:
+            traceback.print_exc()
+            board.fail()
+        board.done()
+
+
+def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
+    cache_dtype = torch.int8 if own.config.kv_cache_dtype == "int8" else model.dtype
+    sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
+    return Follower(model, model.kernels, model.device, cache_dtype, *sizes, groups=pool.groups)
+
+
+def _step(runner: Follower, step: Step) -> None:
+    if step.recovers:
+        runner.recover()
+    for seq_id in step.forgotten:
+        runner.forget(seq_id)
+    for new in step.plan.new:
+        new.params.structured_outputs = None  # only the draw has to do with it
+    runner.run(step.plan)

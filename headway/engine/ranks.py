@@ -1,0 +1,326 @@
+"""Rank 0 of an engine whose model several processes share: it starts the others, and has them run its plans.
+
+Each rank has a part of every layer and of the KV cache. Rank 0 also has the scheduler, the sampler and all else, and is
+the only one that others know. A plan goes to the other ranks as it is, and all run it; within a step they add up what
+each has computed (`kernels.cpu.ranks`). Nothing comes back: rank 0 sees the same sums, and all of the logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+
+import msgspec
+import torch
+
+from headway.engine.config import EngineConfig
+from headway.engine.executor import EngineFault, StepOutcome
+from headway.engine.runner import Runner
+from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.rank_board import RankBoard
+from headway.kernels.cpu.ranks import CpuRanks, board_bytes
+from headway.kernels.interface import Kernels
+from headway.models.config import ModelConfig
+from headway.models.sharding import part_of
+from headway.policy.step.plan import StepPlan
+
+_LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
+_PAUSE_S = 0.0005
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Assignment(msgspec.Struct, array_like=True):
+    """What a rank reads from its standard input: which part of which model is its own.
+
+    Args:
+        threads: that it may use.
+        max_model_len: see load_model().
+    """
+
+    config: EngineConfig
+    number: int
+    count: int
+    threads: int
+    max_model_len: int
+
+
+class Pool(msgspec.Struct, array_like=True, tag=True):
+    """The sizes of the KV pool, which are the same for all ranks; see Runner."""
+
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    host_blocks: int
+    groups: list[list[tuple[int, ...]]]
+
+
+class Step(msgspec.Struct, array_like=True, tag=True):
+    """A plan to run.
+
+    Args:
+        forgotten: sequences that have finished or were preempted before it.
+        recovers: the step before it has failed.
+    """
+
+    plan: StepPlan
+    forgotten: list[int]
+    recovers: bool
+
+
+ToRank = Pool | Step
+
+
+class Followers:
+    """The processes of all ranks but this one, and the thread that watches them.
+
+    The thread also starts them: a rank ends with the thread that started it, which lives as long as this process.
+
+    Args:
+        config: of the engine; ranks are as many as its tensor_parallel_size.
+        model: of the whole model.
+
+    Attributes:
+        fault: why steps cannot be run any more; empty while they can.
+        serves: the engine has started, so that a rank must end its part of a step within the limit.
+
+    Raises:
+        ModelError: so many ranks cannot share the model.
+        OSError: a process cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        self.count = config.tensor_parallel_size
+        part_of(model, 0, self.count)
+        self._config, self._timeout_s = config, config.rank_timeout
+        self.fault, self.serves = "", False
+        self._is_over = False
+        memory = os.memfd_create("headway-ranks")
+        os.ftruncate(memory, board_bytes(self.count, model.shape.hidden, model.shape.vocab))
+        self._bells = [os.eventfd(0) for _ in range(1, self.count)]
+        self._descriptors = [memory, *self._bells]
+        self.board = RankBoard(memory, 0, self.count, self._bells)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._failed_start: OSError | None = None
+        started = threading.Event()
+        threading.Thread(target=self._watch, args=(memory, started), daemon=True, name="headway-ranks").start()
+        started.wait()
+        if self._failed_start is not None:
+            self.end()
+            raise self._failed_start
+
+    def assign(self, max_model_len: int) -> None:
+        """Have the other ranks load their parts. See load_model()."""
+        for number, process in enumerate(self._processes, 1):
+            assignment = Assignment(self._config, number, self.count, torch.get_num_threads(), max_model_len)
+            with contextlib.suppress(OSError):  # the watching thread says that it has died
+                assert process.stdin is not None
+                process.stdin.write(_encoder.encode(assignment))
+                process.stdin.close()
+
+    def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks:
+        """What layers of this process say to the others."""
+        assert isinstance(kernels, CpuKernels)
+        return kernels.ranks(self.board, model.shape.hidden, model.shape.vocab)
+
+    def executor(
+        self,
+        runner: Runner,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        host_blocks: int,
+        groups: Sequence[Sequence[tuple[int, ...]]],
+    ) -> RankedExecutor:
+        """The executor of this process's runner and all others, which have loaded then. See Runner.
+
+        Raises:
+            ValueError: another rank could not load its part, or is gone.
+        """
+        sizes = num_blocks, max_num_seqs, max_model_len, host_blocks
+        try:
+            self.send(Pool(*sizes, [[*group] for group in groups]))
+            self.board.await_done(self._wait)
+            self.check()
+        except RuntimeError as fault:
+            raise ValueError(f"{fault}, while it loaded its part of the model") from fault
+        return RankedExecutor(runner, self)
+
+    def send(self, message: Pool | Step) -> None:
+        """Have the other ranks do something. Raises EngineFault where one is gone."""
+        self.board.send(_encoder.encode(message), self._wait)
+
+    def check(self) -> None:
+        """Raise EngineFault where a rank is gone, RuntimeError where one has raised in this step."""
+        if self.fault:
+            raise EngineFault(self.fault)
+        if self.board.is_stopped:
+            raise RuntimeError(f"rank {', '.join(map(str, self.board.failed()))} raised; its traceback is above")
+
+    def settle(self) -> None:
+        """End a step that was left in its middle, in all ranks. Raises EngineFault where one is gone."""
+        self.board.stop()
+        self.board.await_done(self._wait)
+        if self.fault:
+            raise EngineFault(self.fault)
+        self.board.reset()
+
+    def _wait(self) -> None:
+        if self.fault:
+            raise EngineFault(self.fault)
+        time.sleep(_PAUSE_S)
+
+    def end(self) -> None:
+        """End the other ranks."""
+        self._is_over = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    # --- the thread ---------------------------------------------------------------------------------
+
+    def _watch(self, memory: int, started: threading.Event) -> None:
+        """Start the ranks, and then look whether they are there and get on, until one is not."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        try:
+            for bell in self._bells:
+                command = [sys.executable, "-m", "headway.engine", *map(str, (memory, bell, os.getpid()))]
+                pipe, given = subprocess.PIPE, (memory, bell)
+                self._processes.append(subprocess.Popen(command, stdin=pipe, env=environment, pass_fds=given))
+        except OSError as error:
+            self._failed_start = error
+            return
+        finally:
+            started.set()
+        poll = select.poll()
+        ended = [os.pidfd_open(process.pid) for process in self._processes]
+        for descriptor in ended:
+            poll.register(descriptor, select.POLLIN)
+        pause = min(_LOOKS_EVERY_S, self._timeout_s / _LOOKS_IN_LIMIT)
+        progress = _Progress(self.board, [process.pid for process in self._processes])
+        while not poll.poll(pause * 1000) and not self._is_over:
+            late = progress.late(self._timeout_s, 2 * pause, self.serves)
+            if late:
+                return self._give_up(f"{late} and did not end its part of a step for {self._timeout_s:g} s")
+        for number, process in enumerate(self._processes, 1):
+            if not self._is_over and process.poll() is not None:
+                return self._give_up(f"rank {number} (pid {process.pid}) died: {_how(process.returncode)}")
+
+    def _give_up(self, why: str) -> None:
+        self.fault = why
+        self.board.stop()
+
+
+class _Progress:
+    """How long ranks have been late, by what the board says and what Linux says of their main threads.
+
+    A rank is late while the others wait for it. As the watchdog does, it counts only processor time while it wants to
+    run.
+    """
+
+    def __init__(self, board: RankBoard, pids: list[int]) -> None:
+        self._board, self._pids = board, pids
+        self._looked = time.monotonic()
+        self._seen = [(0, 0.0)] * len(pids)  # how often each rank had met the others, and its processor time
+        self._late_s = [0.0] * len(pids)
+
+    def late(self, limit_s: float, most_s: float, serves: bool) -> str:
+        """Which rank has been late for longer, and how; empty for none.
+
+        Args:
+            most_s: how much may have passed since the last look; what is above is time in which this process stood.
+            serves: else a rank may take any time, unless it is stopped.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, most_s), now
+        for index, pid in enumerate(self._pids):
+            rank = index + 1
+            (state, had_s), (met, before_s) = main_thread(pid), self._seen[index]
+            self._seen[index] = self._board.met(rank), had_s
+            is_late = self._board.owes(rank) if serves else state in STOPPED
+            if not is_late or self._seen[index][0] != met:
+                self._late_s[index] = 0.0
+            else:
+                self._late_s[index] += min(passed, had_s - before_s) if state in WANTS_TO_RUN else passed
+            if self._late_s[index] > limit_s:
+                return f"rank {rank} (pid {pid}) {'is stopped' if state in STOPPED else 'hangs'}"
+        return ""
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+class RankedExecutor:
+    """An Executor that runs plans with this process's part of the model, while the other ranks run them with theirs.
+
+    Args:
+        runner: of this process.
+    """
+
+    def __init__(self, runner: Runner, followers: Followers) -> None:
+        self._runner, self._followers = runner, followers
+        self._forgotten: list[int] = []
+        self._recovers = False
+        weakref.finalize(self, followers.end)
+
+    @property
+    def vocab_size(self) -> int:
+        """See Executor."""
+        return self._runner.vocab_size
+
+    @property
+    def generates(self) -> bool:
+        """See Executor."""
+        return self._runner.generates
+
+    def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
+        """See Executor."""
+        return self._runner.prepare(grammar, eos_token_ids)
+
+    def look(self) -> None:
+        """See Executor."""
+        if self._followers.fault:
+            raise EngineFault(self._followers.fault)
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Run a step in all ranks. A step that fails here is ended in all before it raises."""
+        self.look()
+        self._followers.send(Step(plan, self._forgotten, self._recovers))
+        self._forgotten, self._recovers = [], False
+        try:
+            outcome = self._runner.run(plan)
+            self._followers.check()
+            return outcome
+        except BaseException:
+            self._followers.settle()
+            raise
+
+    def forget(self, seq_id: int) -> None:
+        """See Executor."""
+        self._runner.forget(seq_id)
+        self._forgotten.append(seq_id)
+
+    def recover(self) -> None:
+        """See Executor."""
+        self._runner.recover()
+        self._recovers = True

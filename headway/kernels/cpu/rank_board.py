@@ -1,0 +1,219 @@
+"""Memory that the ranks of a model share on one machine: where each of them stands, and messages of rank 0.
+
+Each word that one process writes and others look at stands on a cache line of its own. Ranks meet within microseconds
+by looking at these words. A rank without a message sleeps until rank 0 rings its bell, an eventfd.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from headway.kernels.cpu.compile import callable_of, compiled, external
+from headway.kernels.cpu.simd import add_to, pause, read_shared, write_shared
+from headway.kernels.cpu.team import LINE, arg, job, once_per_kind
+
+# Lines for all: whether waiting is of no use any more; how many pieces of messages there were; the bytes of the last
+# piece, and whether more follow.
+_STOPPED, _SENT, _PIECE = range(3)
+# Lines of each rank, which begin behind these: how often it has met the others; and what it has done with messages.
+_MET, _TAKEN, _DONE, _FAILED, _ASLEEP = range(5)
+_LINES_OF_ALL, _LINES_OF_RANK = 3, 5
+MOST_RANKS = 64
+_MESSAGE_AT = (_LINES_OF_ALL + _LINES_OF_RANK * MOST_RANKS) * LINE
+_MESSAGE_BYTES = 1 << 20
+HEADER_BYTES = _MESSAGE_AT + _MESSAGE_BYTES
+# A rank looks for some microseconds, then lets others have the core while it looks on for a few milliseconds.
+_LOOKS, _YIELDING_LOOKS = 1000, 6000
+_SLEEP_MS = 500  # after which a rank looks whether rank 0 is still there
+_sched_yield = external("sched_yield", "int32")
+
+
+@compiled()
+def _meet(board, number, count):
+    """Say that this rank is here, and wait until all are, or until waiting is of no use."""
+    mine = board + (_LINES_OF_ALL + number * _LINES_OF_RANK + _MET) * LINE
+    turn = read_shared(mine) + 1
+    write_shared(mine, turn)
+    for other in range(count):
+        theirs = board + (_LINES_OF_ALL + other * _LINES_OF_RANK + _MET) * LINE
+        looks = 0
+        while read_shared(theirs) < turn and read_shared(board) == 0:
+            looks += 1
+            if looks < _LOOKS:
+                pause()
+            else:
+                _sched_yield()
+
+
+MEET = struct.Struct("3q")
+
+
+@once_per_kind
+def meet_job() -> int:
+    """The job that waits for the other ranks. It is run by the calling thread alone."""
+
+    def meet(a: int) -> None:
+        _meet(arg(a, 0), arg(a, 1), arg(a, 2))
+
+    return job(meet)
+
+
+@compiled()
+def _look(address, least, board):
+    """Look at a word until it is at least so much, for some milliseconds."""
+    looks = 0
+    while read_shared(address) < least and looks < _LOOKS + _YIELDING_LOOKS:
+        looks += 1
+        if looks < _LOOKS:
+            pause()
+        elif read_shared(board) != 0:
+            return
+        else:
+            _sched_yield()
+
+
+@compiled()
+def _add(address, value):
+    add_to(address, value)
+
+
+class RankBoard:
+    """One rank's view of the memory. Rank 0 makes it, and hands its descriptor to the others.
+
+    Args:
+        descriptor: that of the memory, which has HEADER_BYTES or more; what is behind these is for others.
+        number: this rank.
+        bells: eventfds of all ranks but the first; of a rank that only listens, its own at the place number - 1.
+    """
+
+    def __init__(self, descriptor: int, number: int, count: int, bells: list[int]) -> None:
+        self.mapping = mmap.mmap(descriptor, 0)
+        self.number, self.count, self._bells = number, count, bells
+        self._bytes = np.frombuffer(self.mapping, np.uint8)
+        self._words = self._bytes[:_MESSAGE_AT].view(np.int64)
+        self.address = int(self._bytes.ctypes.data)
+        self._look_at, self._add_to = callable_of(_look), callable_of(_add)
+        self._sent = self._taken = 0
+
+    # --- what all say -------------------------------------------------------------------------------
+
+    def met(self, rank: int) -> int:
+        """How often a rank has met the others."""
+        return self._word(_line(rank, _MET))
+
+    def owes(self, rank: int) -> bool:
+        """Whether rank 0 may wait for this rank: at a meeting, or as it has not taken a message."""
+        return self.met(rank) < self.met(0) or self._word(_line(rank, _TAKEN)) < self._word(_SENT)
+
+    def failed(self) -> list[int]:
+        """The ranks that an exception has stopped."""
+        return [rank for rank in range(self.count) if self._word(_line(rank, _FAILED))]
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._word(_STOPPED) != 0
+
+    def stop(self) -> None:
+        """End all waiting: what ranks compute from now on is of no use."""
+        self._add_to(self.address + _STOPPED * LINE, 1)
+
+    def reset(self) -> None:
+        """Begin anew after stop(), when no rank is in a step."""
+        for rank in range(self.count):
+            self._set(_line(rank, _MET), 0)
+            self._set(_line(rank, _FAILED), 0)
+        self._set(_STOPPED, 0)
+
+    # --- rank 0 -------------------------------------------------------------------------------------
+
+    def send(self, message: bytes, wait: Callable[[], None]) -> None:
+        """Give a message to all other ranks.
+
+        Args:
+            wait: is called while a rank has not taken the last one; it may raise.
+        """
+        for at in range(0, len(message), _MESSAGE_BYTES):
+            self.await_all(_TAKEN, wait)
+            piece = message[at : at + _MESSAGE_BYTES]
+            self._bytes[_MESSAGE_AT : _MESSAGE_AT + len(piece)] = np.frombuffer(piece, np.uint8)
+            self._words[_PIECE * LINE // 8] = len(piece)
+            self._words[_PIECE * LINE // 8 + 1] = at + len(piece) < len(message)
+            self._sent += 1
+            self._add_to(self.address + _SENT * LINE, 1)
+            for rank in range(1, self.count):
+                if self._word(_line(rank, _ASLEEP)):
+                    os.eventfd_write(self._bells[rank - 1], 1)
+
+    def await_done(self, wait: Callable[[], None]) -> None:
+        """Wait until all other ranks have done what all messages asked for."""
+        self.await_all(_DONE, wait)
+
+    def await_all(self, what: int, wait: Callable[[], None]) -> None:
+        for rank in range(1, self.count):
+            line = _line(rank, what)
+            while self._word(line) < self._sent:
+                self._look_at(self.address + line * LINE, self._sent, self.address)
+                if self._word(line) < self._sent:
+                    wait()
+
+    # --- the others ---------------------------------------------------------------------------------
+
+    def receive(self, is_alone: Callable[[], bool]) -> bytes:
+        """The next message, after any time; nothing where rank 0 is gone, which `is_alone` says."""
+        pieces: list[bytes] = []
+        while True:
+            if not self._await_piece(is_alone):
+                return b""
+            size, more = self._words[_PIECE * LINE // 8], self._words[_PIECE * LINE // 8 + 1]
+            pieces.append(self._bytes[_MESSAGE_AT : _MESSAGE_AT + int(size)].tobytes())
+            self._taken += 1
+            if more:  # each piece counts as a message that is done
+                self._count(_DONE)
+            self._count(_TAKEN)
+            if not more:
+                return b"".join(pieces)
+
+    def done(self) -> None:
+        """Say that what the last message asked for is done."""
+        self._count(_DONE)
+
+    def fail(self) -> None:
+        """Say that this rank could not do it, and let nobody wait for it."""
+        self._count(_FAILED)
+        self.stop()
+
+    def _await_piece(self, is_alone: Callable[[], bool]) -> bool:
+        bell, asleep = self._bells[self.number - 1], self.address + _line(self.number, _ASLEEP) * LINE
+        rung = select.poll()
+        rung.register(bell, select.POLLIN)
+        while True:
+            self._look_at(self.address + _SENT * LINE, self._taken + 1, self.address)
+            if self._word(_SENT) > self._taken:
+                return True
+            # Both sides change a word before they look at the other's, so that no message is slept through.
+            self._add_to(asleep, 1)
+            if self._word(_SENT) == self._taken and rung.poll(_SLEEP_MS):
+                os.eventfd_read(bell)
+            self._add_to(asleep, -1)
+            if is_alone():
+                return False
+
+    def _count(self, what: int) -> None:
+        self._add_to(self.address + _line(self.number, what) * LINE, 1)
+
+    def _word(self, line: int) -> int:
+        return int(self._words[line * LINE // 8])
+
+    def _set(self, line: int, value: int) -> None:
+        self._words[line * LINE // 8] = value
+
+
+def _line(rank: int, what: int) -> int:
+    return _LINES_OF_ALL + rank * _LINES_OF_RANK + what

@@ -1,0 +1,55 @@
+"""Ranks of a model as threads of the test's own process, which a test can look into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.rank_board import RankBoard
+from headway.kernels.cpu.ranks import CpuRanks, board_bytes
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.loading import load_model
+
+T = TypeVar("T")
+
+
+def in_ranks(count: int, hidden: int, vocab: int, run: Callable[[CpuKernels, CpuRanks], T]) -> list[T]:
+    """What each rank returns. One that raises ends the waiting of the others."""
+    memory = os.memfd_create("ranks-of-a-test")
+    os.ftruncate(memory, board_bytes(count, hidden, vocab))
+    boards = [RankBoard(memory, number, count, []) for number in range(count)]
+    os.close(memory)
+    threads = torch.get_num_threads()
+
+    def one(board: RankBoard) -> T:
+        torch.set_num_threads(threads)  # which each thread has of its own
+        kernels = CpuKernels()
+        try:
+            return run(kernels, kernels.ranks(board, hidden, vocab))
+        except BaseException:
+            board.stop()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(one, board) for board in boards]]
+
+
+def of_parts(folder: Path, count: int, run: Callable[[Decoder], T], **options: Any) -> list[T]:
+    """What `run` makes of each rank's part of a model. `options` are for load_model()."""
+    shape = ModelConfig.from_folder(folder).shape
+    settings: dict[str, Any] = {"dtype": torch.float32} | options
+
+    def load(kernels: CpuKernels, ranks: CpuRanks) -> T:
+        decoder = load_model(folder, kernels=kernels, ranks=ranks, **settings)
+        head = decoder.weights.lm_head
+        decoder.weights.lm_head = lambda x: head(x).clone()  # type: ignore[assignment]  # they are good for one step
+        return run(decoder)
+
+    return in_ranks(count, shape.hidden, shape.vocab, load)
