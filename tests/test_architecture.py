@@ -158,6 +158,7 @@ ROOMS = {
         ours={
             "planner",
             "bundled",
+            "changes",
             "cost",
             "report",
             "calibration.store",
@@ -176,6 +177,7 @@ ROOMS = {
     "simulator": Room(
         ours={
             "simulator",
+            "changes",
             "policy",
             "cost",
             "bench",
@@ -356,19 +358,7 @@ def test_the_planner_follows_a_load_in_one_place() -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {
-        "policy",
-        "cost",
-        "text",
-        "grammars",
-        "server",
-        "gateway",
-        "report",
-        "bench",
-        "planner",
-        "simulator",
-        "cli",
-    }
+    rooms = ROOMS.keys() - {"calibration", "engine", "kernels", "llm", "models", "quantize"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [
         PACKAGE / name
