@@ -51,10 +51,7 @@ def print_levers(found: Levers, console: Console) -> None:
         print_table(console, lever_table(found))
         listed = RichTable.grid(padding=(0, 1))
         for place, lever in enumerate(found.ranked, 1):
-            needs = most_needed(lever.proposal.changes)
-            listed.add_row(
-                Text(f"{place}"), Text(f"{lever.flags} (needs {_NEEDS[needs]})\n").append(lever.proposal.assumes, "dim")
-            )
+            listed.add_row(Text(f"{place}"), Text(f"{_applied(lever)}\n").append(lever.proposal.assumes, "dim"))
         console.print(listed)
     else:
         console.print(Text("No single change helps."))
@@ -72,6 +69,12 @@ def print_levers(found: Levers, console: Console) -> None:
         console.print(reasons)
 
 
+def _applied(lever: Lever) -> str:
+    """The flags of a lever, the bar of its gain, and what it takes to apply it."""
+    bar = "" if lever.gain_range is None else "gain {:.2f} to {:.2f} x; ".format(*lever.gain_range)
+    return f"{lever.flags} ({bar}needs {_NEEDS[most_needed(lever.proposal.changes)]})"
+
+
 def _by_reason(found: Levers) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for name, reason in found.left_out:
@@ -84,8 +87,8 @@ def lever_table(found: Levers) -> Table:
     rows = [_lever_row(found, f"{place}", lever.proposal.name, lever) for place, lever in enumerate(found.ranked, 1)]
     served = " tokens/s: that can be served at most." if found.base.load == "rate" else ""
     note = (
-        f"Gain: of {MEANS[found.objective]}; above 1 is better; below it the 80 % bar.{served} Below the table: the "
-        "flags of each, what it takes to apply them, and what the figures assume."
+        f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags of each, the 80 % bar of its "
+        "gain, what it needs, and what the figures assume."
     )
     return Table("One change at a time", COLUMNS, (_as_it_is(found), *rows), left=frozenset({1}), note=note)
 
@@ -121,11 +124,7 @@ def _gain(found: Levers, lever: Lever) -> Cell:
             return Cell("it fits", "good")
         return Cell("–", "quiet") if value_of(lever.numbers, found.objective) is None else Cell("it keeps up", "good")
     tone: Tone = "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet"
-    return Cell(f"{lever.gain:.2f} x", tone, "" if lever.gain_range is None else _bar(lever.gain_range))
-
-
-def _bar(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.2f} to {ends[1]:.2f}"
+    return Cell(f"{lever.gain:.2f} x", tone)
 
 
 def to_json(found: Levers) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from headway.planner.changes import draft_model
 from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, find_levers
+from headway.planner.levers_report import to_json
 from headway.planner.make import make_plan
 from headway.planner.numbers import gain_of, numbers_of
 from headway.planner.request import PlanError, PlanRequest, Speculation
@@ -65,6 +67,26 @@ def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
     kinds = {lever.proposal.kind for lever in clients.ranked}
     assert kinds >= {"weights", "speculation", "prefix", "parallel", "load", "hardware"}
     assert len([lever for lever in clients.ranked if lever.proposal.kind == "hardware"]) == 3
+
+
+def test_every_gain_has_a_bar_that_is_wider_on_other_hardware(clients: Levers) -> None:
+    """Plans of one engine and architecture share half of their squared error."""
+    arms = {}
+    for lever in clients.ranked:
+        assert lever.gain is not None and lever.gain_range is not None
+        low, high = lever.gain_range
+        assert low < lever.gain < high
+        arms[lever.proposal.kind] = math.log(high / low)
+    assert arms["hardware"] > 1.2 * arms["weights"]
+    queued = find_levers(request(request_rate=0.5))
+    assert all(lever.gain_range is None for lever in queued.ranked)  # in brief, such plans have no bars
+
+
+def test_json_says_what_each_change_needs(clients: Levers) -> None:
+    told = {lever["kind"]: lever for lever in json.loads(to_json(clients))["levers"]}
+    needs = {kind: told[kind]["needs"] for kind in ("weights", "load", "hardware")}
+    assert needs == {"weights": "restart", "load": "another load", "hardware": "other hardware"}
+    assert told["weights"]["changes"][0]["where"] == "Deployment" and len(told["weights"]["gain_range"]) == 2
 
 
 def test_throughput_is_that_of_a_device(clients: Levers) -> None:
