@@ -154,6 +154,7 @@ ROOMS = {
     "load": Room(ours={"load", "policy", "cost.price", "flags", "text.tokenizer"}, forbidden=NO_DEVICE | NO_SERVER),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
+    "advisor": Room(ours=None, forbidden=NO_DEVICE | NO_SERVER),
     "planner": Room(
         ours={
             "planner",

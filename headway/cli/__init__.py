@@ -23,6 +23,8 @@ COMMANDS = {
     "batch": "Answer a file of requests, with its own engine or a running server.",
     "chat": "Talk to a model in the terminal, and see the timings of each answer.",
     "top": "Show what a server of Headway, vLLM or llama.cpp does, in the terminal.",
+    "doctor": "Find what slows a running server of Headway, vLLM, SGLang or llama.cpp down.",
+    "checklist": "Tick the ten boxes of a tuned server, each by a measurement.",
     "models": "List the models that can be served here, or that a server serves.",
     "quantize": "Write a quantised checkpoint of a model, for Headway and vLLM.",
     "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",
