@@ -14,7 +14,7 @@ from rich.text import Text
 from headway.advisor.doctor import notes
 from headway.advisor.evidence import ACCEPTED, DRAFTED, HITS, PREEMPTIONS, QUERIES, Evidence, median
 from headway.advisor.pitfalls import FEW_ACCEPTED, FEW_DRAFTS
-from headway.advisor.playbook import LEVERS
+from headway.report.style import number
 
 ENOUGH = 20  # answered requests, for percentiles
 NEAR = 5.0  # times the time of the roofline that a step may take on average
@@ -43,17 +43,13 @@ class Box:
 
     Args:
         measure: ticks the box or not.
+        advice: what to do where it is not ticked.
     """
 
     number: int
     title: str
     measure: Callable[[Evidence], Verdict]
-
-    @property
-    def advice(self) -> str:
-        """What to do where the box is not ticked."""
-        lever = next(each for each in LEVERS if f"box {self.number}" in each.parts)
-        return lever.advised("any") or lever.verify
+    advice: str
 
 
 def checked(evidence: Evidence) -> list[tuple[Box, Verdict]]:
@@ -73,7 +69,7 @@ def _baseline(evidence: Evidence) -> Verdict:
 
 
 def _percentiles(values: list[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in np.percentile(values, (50, 90, 99)))
+    return ", ".join(number(float(value)) for value in np.percentile(values, (50, 90, 99)))
 
 
 def _kernels(evidence: Evidence) -> Verdict:
@@ -162,16 +158,66 @@ def _telemetry(evidence: Evidence) -> Verdict:
 
 
 BOXES = (
-    Box(1, "Baseline of TTFT, time between tokens and TTLT, with percentiles", _baseline),
-    Box(2, "Kernels of attention and decoding near what the hardware allows", _kernels),
-    Box(3, "Steps follow each other without gaps of the host", _graphs),
-    Box(4, "Continuous batching, with a window for each class", _batching),
-    Box(5, "Prompt cache on, hit rate known", _prefix),
-    Box(6, "Paging, preemption and eviction of the KV cache counted", _paging),
-    Box(7, "Quantisation and shared KV heads compared by quality", _quality),
-    Box(8, "Speculative decoding tuned, acceptance known", _drafts),
-    Box(9, "Requests routed by objectives, tenants held to limits", _objectives),
-    Box(10, "Dashboards and traces for those on call", _telemetry),
+    Box(
+        1,
+        "Baseline of TTFT, time between tokens and TTLT, with percentiles",
+        _baseline,
+        "run headway bench with the load that you expect, and keep its result",
+    ),
+    Box(
+        2,
+        "Kernels of attention and decoding near what the hardware allows",
+        _kernels,
+        "use the engine's build for this hardware; headway calibrate tells Headway the roofline",
+    ),
+    Box(
+        3,
+        "Steps follow each other without gaps of the host",
+        _graphs,
+        "capture decode steps as graphs (leave out --enforce-eager); let client and proxies run on other cores",
+    ),
+    Box(
+        4,
+        "Continuous batching, with a window for each class",
+        _batching,
+        "serve with classes (--service-classes), or put headway gateway in front",
+    ),
+    Box(
+        5,
+        "Prompt cache on, hit rate known",
+        _prefix,
+        "start the server with prefix caching; put what all prompts share first",
+    ),
+    Box(
+        6,
+        "Paging, preemption and eviction of the KV cache counted",
+        _paging,
+        "start the server with its metrics (llama-server --metrics)",
+    ),
+    Box(
+        7,
+        "Quantisation and shared KV heads compared by quality",
+        _quality,
+        "evaluate your own task with each format, and keep the result with the deployment",
+    ),
+    Box(
+        8,
+        "Speculative decoding tuned, acceptance known",
+        _drafts,
+        "try drafts with your own texts; headway plan levers says from which acceptance on they pay",
+    ),
+    Box(
+        9,
+        "Requests routed by objectives, tenants held to limits",
+        _objectives,
+        "give --service-classes and --tenants, or put headway gateway in front",
+    ),
+    Box(
+        10,
+        "Dashboards and traces for those on call",
+        _telemetry,
+        "scrape /metrics, import a dashboard (headway dashboard), and send traces to a collector",
+    ),
 )
 
 

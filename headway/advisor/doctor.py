@@ -12,6 +12,7 @@ from rich.text import Text
 from headway.advisor.evidence import Evidence, median
 from headway.advisor.pitfalls import Finding, Gain
 from headway.changes import most_needed, typed
+from headway.report.style import number
 
 # A finding that is less sure than this is told, and does not fail a pipeline.
 SURE = 0.5
@@ -59,7 +60,7 @@ def print_findings(url: str, evidence: Evidence, found: Sequence[Finding], conso
     console.print(Text.assemble((f"{named}, {about.get('model') or 'a model'} at {url}", "bold")))
     shown = {name: value for name, value in figures(evidence).items() if value is not None}
     if shown:
-        words = (f"{name.removesuffix('_ms').replace('_', ' ')} {value:,.3g} ms" for name, value in shown.items())
+        words = (f"{name.removesuffix('_ms').replace('_', ' ')} {number(value)} ms" for name, value in shown.items())
         console.print(Text(f"Measured: {', '.join(words)}", style="dim"))
     if not found:
         console.print(Text("Nothing is wrong that was looked for.", style="green"))
@@ -90,10 +91,8 @@ def _lines(finding: Finding) -> Iterator[Text]:
 
 def gain_in_words(gain: Gain) -> str:
     low, high = gain.bar
-    return (
-        f"{gain.figure} {gain.now_ms:,.3g} ms becomes {gain.then_ms:,.3g} ms ({gain.low_ms:,.3g} to "
-        f"{gain.high_ms:,.3g}), {gain.times:.1f} x ({low:.1f} to {high:.1f})"
-    )
+    now, then, least, most = map(number, (gain.now_ms, gain.then_ms, gain.low_ms, gain.high_ms))
+    return f"{gain.figure} {now} ms becomes {then} ms ({least} to {most}), {gain.times:.1f} x ({low:.1f} to {high:.1f})"
 
 
 def as_object(url: str, evidence: Evidence, found: Sequence[Finding]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "top": "Show what a server of Headway, vLLM or llama.cpp does, in the terminal.",
     "doctor": "Find what slows a running server of Headway, vLLM, SGLang or llama.cpp down.",
     "checklist": "Tick the ten boxes of a tuned server, each by a measurement.",
+    "tune": "Find the settings that meet objectives under a load, on this machine.",
     "models": "List the models that can be served here, or that a server serves.",
     "quantize": "Write a quantised checkpoint of a model, for Headway and vLLM.",
     "calibrate": "Measure this machine (one to three minutes), so that `headway plan` can plan for it.",

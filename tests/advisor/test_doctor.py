@@ -67,6 +67,8 @@ def test_json_has_every_finding_with_its_changes() -> None:
         (["checklist", "http://127.0.0.1:1"], "no server at"),
         (["doctor", "--backend", "openai-embeddings"], "give one that generates text"),
         (["doctor", "--seconds", "0"], "--seconds is '0'; it must be at least 1"),
+        (["tune"], "give --goodput"),
+        (["tune", "--goodput", "ttft:200", "--budget", "soon"], "is not a duration"),
     ],
 )
 def test_bad_input_is_one_line(
