@@ -10,11 +10,21 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
+from enum import StrEnum
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TOKENS = {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
+
+
+class Needs(StrEnum):
+    """What it takes to give a flag another value, from little to much."""
+
+    RELOAD = "reload"  # SIGHUP reads the file again
+    RESTART = "restart"
+    LOAD = "another load"  # of the clients; no server can change it
+    HARDWARE = "other hardware"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class Flag:
         repeated: it may be given more than once.
         positional: it is no flag but an argument.
         common: one of the dozen that --help shows; --help-all shows the rest, too.
+        needs: what another value takes once the server runs.
     """
 
     help: str
@@ -47,6 +58,7 @@ class Flag:
     common: bool = False
     metavar: str | None = None
     envvar: tuple[str, ...] = ()
+    needs: Needs = Needs.RESTART
 
 
 def flags_of(kind: type) -> Iterator[tuple[Field[Any], Any, Flag | None]]:

@@ -154,10 +154,12 @@ ROOMS = {
     "load": Room(ours={"load", "policy", "cost.price", "flags", "text.tokenizer"}, forbidden=NO_DEVICE | NO_SERVER),
     "report": Room(ours={"report", "files"}, forbidden=NO_DEVICE | NO_SERVER),
     "bench": Room(ours=None, forbidden=NO_DEVICE),
+    "advisor": Room(ours=None, forbidden=NO_DEVICE | NO_SERVER),
     "planner": Room(
         ours={
             "planner",
             "bundled",
+            "changes",
             "cost",
             "report",
             "calibration.store",
@@ -176,6 +178,7 @@ ROOMS = {
     "simulator": Room(
         ours={
             "simulator",
+            "changes",
             "policy",
             "cost",
             "bench",
@@ -356,19 +359,7 @@ def test_the_planner_follows_a_load_in_one_place() -> None:
 
 def light_modules() -> list[str]:
     """Modules that must start fast, and so without torch, whatever they import on the way."""
-    rooms = {
-        "policy",
-        "cost",
-        "text",
-        "grammars",
-        "server",
-        "gateway",
-        "report",
-        "bench",
-        "planner",
-        "simulator",
-        "cli",
-    }
+    rooms = ROOMS.keys() - {"calibration", "engine", "kernels", "llm", "models", "quantize"}
     light = [p for p in modules() if p.relative_to(PACKAGE).parts[0] in rooms]
     light += [
         PACKAGE / name

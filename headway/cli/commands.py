@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -23,6 +24,10 @@ from headway.flags import Flag, flags_of, option
 # An objective such as ttft:200, or what may be meant as one: the error must name it, not a command of that name.
 _OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
+# Where a context keeps the files of defaults, the one that goes before others last.
+_LAYERS = "headway.layers"
+SECRETS = frozenset({"api-key", "metrics-key"})  # options that are never printed
+_NO_CONFIG = frozenset({"config", "help", "help_all", "endpoint", "show_config"})
 
 # The options of the command that runs, by the names of their fields.
 _options: ContextVar[dict[str, str]] = ContextVar("options", default={})  # noqa: B039
@@ -200,15 +205,28 @@ def _made(kind: Any, values: dict[str, Any], said: frozenset[str]) -> Any:
 
 
 def _read_config(context: typer.Context, path: Path | None) -> None:
-    """Let the file's values be defaults: a flag on the command line and an environment variable go before."""
-    if path is None:
-        return
+    """The callback of --config."""
+    if path is not None:
+        take_defaults(context, f"--config {path}", toml_of(path, f"--config {path}"))
+
+
+def toml_of(path: Path, source: str) -> dict[str, Any]:
+    """The content of a file, which errors call `source`, or the end of the command."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        fail(f"cannot read --config {path}: {error.strerror}")
+        fail(f"cannot read {source}: {error.strerror}")
     except ValueError as error:
-        fail(f"--config {path} is not TOML: {error}")
+        fail(f"{source} is not TOML: {error}")
+
+
+def take_defaults(context: typer.Context, source: str, content: dict[str, Any], below: bool = False) -> None:
+    """Let values of a file be defaults: a flag on the command line and an environment variable go before.
+
+    Args:
+        source: what errors and a printed configuration call the file.
+        below: values of other files go before these.
+    """
     names = {name.lstrip("-"): each.name for each in context.command.params for name in each.opts}
     defaults: dict[str, Any] = {}
     for key, value in content.items():
@@ -217,9 +235,37 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
         if name is None or name in ("config", "help", "help_all"):
             near = spelling_hint(flag, [f"--{each}" for each in names]).replace("--", "")
             near = near or f"its keys are the flags of {context.command_path}"
-            fail(f"--config {path} has the unknown key {key!r}; {near}")
+            fail(f"{source} has the unknown key {key!r}; {near}")
         defaults[name] = [_text(each) for each in value] if isinstance(value, list) else _text(value)
-    context.default_map = defaults
+    layers: list[tuple[str, dict[str, Any]]] = context.meta.setdefault(_LAYERS, [])
+    layers.insert(0 if below else len(layers), (source, defaults))
+    context.default_map = {name: value for _, layer in layers for name, value in layer.items()}
+
+
+def config_lines(context: typer.Context) -> Iterator[str]:
+    """The options that were given, in whatever way, as TOML that --config reads, each with its source."""
+    layers: list[tuple[str, dict[str, Any]]] = context.meta.get(_LAYERS, [])
+    for each in context.command.params:
+        key = each.name or ""
+        source = context.get_parameter_source(key)
+        if source is None or source.name == "DEFAULT" or key in _NO_CONFIG or each.param_type_name == "argument":
+            continue
+        where = {"COMMANDLINE": "the command line", "ENVIRONMENT": "the environment"}.get(source.name, "")
+        where = where or next((name for name, layer in reversed(layers) if key in layer), "")
+        name = next((opt for opt in each.opts if opt.startswith("--")), "").removeprefix("--")
+        if name in SECRETS:
+            yield f"# {name} is given by {where} and not shown"
+        else:
+            yield f"{name} = {_toml(context.params[key])}  # {where}"
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; JSON writes texts, truth values and lists of them the same way."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Path):
+        value = str(value)
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
 
 
 def _text(value: Any) -> Any:

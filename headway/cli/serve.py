@@ -9,12 +9,12 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from headway.bundled import NAME
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import config_lines, fail, take_defaults, toml_of, with_flags
 from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
@@ -27,15 +27,40 @@ _of_server = functools.partial(typer.Option, rich_help_panel="Server")
 
 app = typer.Typer(add_completion=False)
 
+ENDPOINTS = Path(__file__).parent.parent / "config_files" / "endpoints"
+Endpoint = Literal["interactive", "batch", "rag", "agents", "embeddings"]
+
+
+def _take_endpoint(context: typer.Context, kind: str | None) -> None:
+    """The callback of --for: its defaults go behind those of --config. Files that it names are beside its own."""
+    if kind is None:
+        return
+    content = toml_of(ENDPOINTS / f"{kind}.toml", f"--for {kind}")
+    content["service-classes"] = str(ENDPOINTS / content["service-classes"])
+    take_defaults(context, f"--for {kind}", content, below=True)
+
 
 @app.command(cls=Command)
 @with_flags
 def serve(
     server: ServerSettings,
     engine: EngineConfig,
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Folder of a checkpoint, or a Hugging Face id; default: the bundled model.")
     ] = None,
+    endpoint: Annotated[
+        Endpoint | None,
+        typer.Option(
+            "--for",
+            callback=_take_endpoint,
+            is_eager=True,
+            help="Take the recommended defaults of a kind of endpoint; --config and the command line override them.",
+        ),
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print what was chosen, as a file for --config, and exit.")
+    ] = False,
     chat_template: Annotated[
         str | None,
         _of_server(help="Chat template: a name (as chatml), a file, or the template itself. Default: the model's."),
@@ -51,6 +76,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
+    if show_config:
+        print("\n".join(config_lines(context)))
+        return
     require_engine()
 
     check_metrics_prefix(server.metrics_prefix)

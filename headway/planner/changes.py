@@ -1,12 +1,13 @@
-"""Changes of a plan that are worth trying, as settings of its request."""
+"""Changes of a plan that are worth trying, as proposals."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+from headway.changes import Change, change_of
 from headway.cost import catalogue, speculative
 from headway.cost.capacity import sequence_bytes
 from headway.cost.precision import ENGINE_QUANTIZATIONS, Precision
@@ -40,37 +41,47 @@ class NotApplicable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One change.
+class Proposal:
+    """Changes that are made together.
 
     Args:
-        kind: changes of one kind exclude each other.
-        settings: fields of the request, by name.
-        assumes: what the figures of the change rest on, and what it may cost.
-        combines: the change keeps the devices and the load, so it may be put together with others.
+        kind: proposals of one kind exclude each other.
+        assumes: what the figures rest on, and what the changes may cost.
+        combines: the proposal keeps the devices and the load, so it may be put together with others.
     """
 
     name: str
     kind: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
     assumes: str = ""
     combines: bool = True
 
+    @classmethod
+    def of(cls, name: str, kind: str, settings: dict[str, Any], assumes: str = "", combines: bool = True) -> Self:
+        """Make a proposal of fields of the request, by name."""
+        return cls(name, kind, changes_of(settings), assumes, combines)
 
-def flags_of(settings: dict[str, Any]) -> str:
-    """Command-line flags for some settings of a request, such as `--kv-cache-dtype fp8`."""
-    words: list[str] = []
-    for name, value in settings.items():
-        if isinstance(value, Speculation):
-            words += [f"--num-speculative-tokens {value.tokens}", f"--acceptance-rate {value.acceptance:g}"]
-            words += [f"--draft-model {value.draft}"] if value.draft else []
-        elif value is not None:
-            words.append(f"--{name.replace('_', '-')} {value}")
-    return " ".join(words)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The changed fields of the request, by name."""
+        return {each.field: each.value for each in self.changes}
 
 
-def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
-    """Changes of all kinds but load and hardware; where one cannot be made, its name and the reason why not."""
+def changes_of(settings: dict[str, Any]) -> tuple[Change, ...]:
+    """The changes of fields of a request, by name."""
+    return tuple(
+        _speculation_of(value) if name == "speculation" else change_of(PlanRequest, name, value)
+        for name, value in settings.items()
+    )
+
+
+def _speculation_of(asked: Speculation) -> Change:
+    words = f"--num-speculative-tokens {asked.tokens} --acceptance-rate {asked.acceptance:g}"
+    return Change("speculation", asked, words + (f" --draft-model {asked.draft}" if asked.draft else ""), "Engine")
+
+
+def proposals(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
+    """Proposals of all kinds but load and hardware; where one cannot be made, its name and why not."""
     yield from _weights(base)
     yield from _cache(base)
     yield from _speculation(base)
@@ -81,7 +92,7 @@ def changes(base: Plan) -> Iterator[Change | tuple[str, str]]:
     yield from _chunks(base)
 
 
-def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
+def _weights(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
     """Weights in formats with fewer bits. What the hardware cannot multiply in such a format is widened first."""
     hardware = base.deployment.hardware
     is_ours = base.engine.is_headway
@@ -99,23 +110,23 @@ def _weights(base: Plan) -> Iterator[Change | tuple[str, str]]:
             yield f"{name} weights", f"{_SERVE} keeps the format of a checkpoint that is quantised, {base.quantization}"
             continue
         how = "" if native else f"; {hardware.key} does not multiply in {name}, so they are widened"
-        yield Change(f"{name} weights", "weights", {"quantization": scheme}, _QUALITY[name] + how)
+        yield Proposal.of(f"{name} weights", "weights", {"quantization": scheme}, _QUALITY[name] + how)
 
 
-def _cache(base: Plan) -> Iterator[Change | tuple[str, str]]:
+def _cache(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
     if base.deployment.precision.kv.bits <= 8:
         yield "fp8 KV cache", f"the cache has {base.deployment.precision.kv.bits} bits already"
         return
     loss = "quality: small loss, most in long contexts"
     if not base.engine.is_headway:
-        yield Change("fp8 KV cache", "cache", {"kv_cache_dtype": "fp8"}, loss)
+        yield Proposal.of("fp8 KV cache", "cache", {"kv_cache_dtype": "fp8"}, loss)
         return
     yield "fp8 KV cache", f"{_SERVE} has no such cache"
     if base.deployment.hardware.kind == "cpu":
-        yield Change("int8 KV cache", "cache", {"kv_cache_dtype": "int8"}, loss)
+        yield Proposal.of("int8 KV cache", "cache", {"kv_cache_dtype": "int8"}, loss)
 
 
-def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
+def _speculation(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
     names = ("n-gram drafts", "draft model")
     if base.request.speculation is not None:
         yield from ((name, "the plan has speculative decoding already") for name in names)
@@ -124,7 +135,7 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
         yield from ((name, f"{_SERVE} takes no drafts back from recurrent layers") for name in names)
         return
     lossless = "lossless; the best k for this batch; TTFT stays"
-    yield Change(
+    yield Proposal.of(
         names[0],
         "speculation",
         {"speculation": Speculation(4, NGRAM_ACCEPTANCE)},
@@ -135,7 +146,7 @@ def _speculation(base: Plan) -> Iterator[Change | tuple[str, str]]:
     if draft is None:
         yield names[1], "no model of its family with at most a quarter of the parameters is in the catalogue"
         return
-    yield Change(
+    yield Proposal.of(
         names[1],
         "speculation",
         {"speculation": Speculation(4, DRAFT_ACCEPTANCE, draft)},
@@ -178,7 +189,7 @@ def draft_model(base: Plan) -> str | None:
     return min(choices)[1] if choices else None
 
 
-def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
+def _prefix(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
     """A prefix cache that holds half of the prompt tokens that are computed now, in whole blocks."""
     request, name = base.request, "prefix cache"
     block = request.block_size
@@ -187,10 +198,10 @@ def _prefix(base: Plan) -> Iterator[Change | tuple[str, str]]:
         yield name, f"half of the prompt is less than a block of {block}"
         return
     assumes = f"{found:,} more of the prompt's tokens are cached, the same for all requests; memory holds them once"
-    yield Change(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
+    yield Proposal.of(name, "prefix", {"cached_tokens": request.cached_tokens + found}, assumes)
 
 
-def _parallel(base: Plan, which: str, times: int) -> Iterator[Change | tuple[str, str]]:
+def _parallel(base: Plan, which: str, times: int) -> Iterator[Proposal | tuple[str, str]]:
     """A larger parallel size: on the same devices where replicas can merge into fewer, otherwise on more devices."""
     size = times * getattr(base.deployment.parallelism, which)
     if base.engine.is_headway:
@@ -198,25 +209,25 @@ def _parallel(base: Plan, which: str, times: int) -> Iterator[Change | tuple[str
         return
     same = base.replicas % times == 0
     devices = base.devices if same else base.devices * times
-    settings = {f"{which}_parallel_size": size, "count": devices}
+    settings = {f"{which}_parallel_size": size} | ({} if same else {"count": devices})
     if which == "pipeline" and base.deployment.parallelism.tensor > 1:
         settings["tensor_parallel_size"] = base.deployment.parallelism.tensor
     where = "the same devices in fewer replicas" if same else f"{times} times the devices, {devices} in all"
     if which == "pipeline":
         where += "; batches queue for the slowest stage"
-    yield Change(f"{which[0].upper()}P {size}", "parallel", settings, where, combines=same)
+    yield Proposal.of(f"{which[0].upper()}P {size}", "parallel", settings, where, combines=same)
 
 
-def _chunks(base: Plan) -> Iterator[Change]:
+def _chunks(base: Plan) -> Iterator[Proposal]:
     tokens = base.limits.batched_tokens
     for name, size, assumes in (
         ("half chunks", max(1, tokens // 2), "prompts in smaller chunks stall decodes less and end later"),
         ("double chunks", tokens * 2, "prompts in larger chunks end sooner and stall decodes more"),
     ):
-        yield Change(name, "chunks", {"max_num_batched_tokens": size}, assumes)
+        yield Proposal.of(name, "chunks", {"max_num_batched_tokens": size}, assumes)
 
 
-def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[Change | tuple[str, str]]:
+def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[Proposal | tuple[str, str]]:
     """The largest load that meets all objectives; where the plan has none, twice and half of its own load.
 
     Args:
@@ -231,7 +242,7 @@ def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[C
     if not base.request.slo:
         for value in (now * 2, now // 2):
             if value:
-                yield Change(f"{what} {value:,}", "load", {name: value}, assumes, combines=False)
+                yield Proposal.of(f"{what} {value:,}", "load", {name: value}, assumes, combines=False)
         return
     most = _largest(base, name, meets)
     if most is None:
@@ -239,7 +250,7 @@ def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[C
     elif most == now:
         yield f"{what} that meet the SLO", f"{now:,} is the most that does"
     else:
-        yield Change(
+        yield Proposal.of(
             f"{what} {most:,}", "load", {name: most}, f"{assumes}: the most that meets the SLO", combines=False
         )
 
@@ -259,7 +270,7 @@ def _largest(base: Plan, name: str, meets: Callable[[PlanRequest], bool]) -> int
     return low or None
 
 
-def other_hardware(base: Plan) -> Iterator[Change]:
+def other_hardware(base: Plan) -> Iterator[Proposal]:
     """The same number of devices of every other entry of the catalogue (GPUs for GPUs), at their list price."""
     own = base.deployment.hardware
     price = {} if base.request.price_per_hour is None else {"price_per_hour": None}
@@ -267,4 +278,4 @@ def other_hardware(base: Plan) -> Iterator[Change]:
     for key, hardware in catalogue.hardware().items():
         if key != own.key and hardware.kind == own.kind:
             listed = f"at their list price{given}" if hardware.price else "of which no price is known"
-            yield Change(key, "hardware", {"hardware": key, **price}, f"as many devices, {listed}", combines=False)
+            yield Proposal.of(key, "hardware", {"hardware": key, **price}, f"as many devices, {listed}", combines=False)

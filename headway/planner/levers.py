@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from headway.planner.changes import Change, NotApplicable, changes, flags_of, largest_load, other_hardware
+from headway.changes import typed
+from headway.planner.changes import NotApplicable, Proposal, changes_of, largest_load, other_hardware, proposals
+from headway.planner.compare import range_of_gain
 from headway.planner.make import make_plan
 from headway.planner.numbers import Numbers, gain_of, missed_by, numbers_of, value_of
 from headway.planner.plan import Plan
@@ -27,21 +28,26 @@ BEST_HARDWARE = 3
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A change and what it comes to.
+    """A proposal and what it comes to.
 
     Args:
-        flags: flags to type in place of those that are there.
-        gain: how many times as good the objective gets, above 1 where it is better; None where the plan without the
-            change has no such figure.
-        misses: objectives that the plan with the change misses.
+        gain: how many times as good the objective gets, above 1 where it is better; None where the plan without it
+            has no such figure.
+        gain_range: the bar of the gain, in which four of five measured gains lie; None where a figure has no bar.
+        misses: objectives that the plan with the proposal misses.
     """
 
-    change: Change
-    flags: str
+    proposal: Proposal
     plan: Plan
     numbers: Numbers
     gain: float | None
+    gain_range: tuple[float, float] | None
     misses: tuple[str, ...]
+
+    @property
+    def flags(self) -> str:
+        """Flags to type in place of those that are there."""
+        return typed(self.proposal.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,7 @@ class Levers:
     @property
     def chain_flags(self) -> str:
         """The flags of the whole chain."""
-        merged: dict[str, Any] = {}
-        for lever in self.chain:
-            merged |= lever.change.settings
-        return flags_of(merged)
+        return typed(change for lever in self.chain for change in lever.proposal.changes)
 
 
 def find_levers(
@@ -96,7 +99,7 @@ def find_levers(
         base = planner.plan(replace(request, count=base.devices))
     chosen, why = choose_objective(base, objective)
     search = _Search(planner, base, chosen, pinned)
-    levers, left_out = search.all_of(changes(base))
+    levers, left_out = search.all_of(proposals(base))
     levers += search.of_load(left_out)
     levers += search.of_hardware(left_out)
     levers.sort(key=search.rank)
@@ -153,43 +156,43 @@ class _Search:
         self._objective = objective
         self._missed = set(missed_by(base))
 
-    def lever(self, change: Change, before: Plan) -> Lever:
+    def lever(self, proposal: Proposal, before: Plan) -> Lever:
         """Raises NotApplicable where the plan with the change cannot be made, does not fit or changes nothing."""
-        plan = self._made(change, before.request)
+        plan = self._made(proposal, before.request)
         numbers, old = numbers_of(plan), numbers_of(before)
         if not plan.fits or (plan.problem and not before.problem):
             raise NotApplicable("the model or the load does not fit then")
-        if change.kind == "hardware" and plan.devices != before.devices:
+        if proposal.kind == "hardware" and plan.devices != before.devices:
             raise NotApplicable("the model does not fit on as many devices")
         if _alike(numbers, old):
             raise NotApplicable("changes no figure by more than 0.5 %")
-        settled = self._pinned | {name: getattr(plan.request, name) for name in change.settings}
+        settled = self._pinned | {name: getattr(plan.request, name) for name in proposal.settings}
         return Lever(
-            replace(change, settings=settled),
-            flags_of(settled),
+            replace(proposal, changes=changes_of(settled)),
             plan,
             numbers,
             gain_of(old, numbers, self._objective),
+            range_of_gain(before, plan, self._objective),
             missed_by(plan),
         )
 
-    def _made(self, change: Change, request: PlanRequest) -> Plan:
-        """The plan with a change. Speculation takes the number of tokens that is best under this load."""
+    def _made(self, proposal: Proposal, request: PlanRequest) -> Plan:
+        """The plan with a proposal. Speculation takes the number of tokens that is best under this load."""
         try:
-            plan = self._planner.plan(replace(request, **change.settings))
-            best = plan.speculated.best_tokens if plan.speculated and "speculation" in change.settings else None
+            plan = self._planner.plan(replace(request, **proposal.settings))
+            best = plan.speculated.best_tokens if plan.speculated and "speculation" in proposal.settings else None
             if best == 0:
                 raise NotApplicable("no number of proposed tokens is faster than none, at this batch")
             if best is None:
                 return plan
             return self._planner.plan(
-                replace(plan.request, speculation=replace(change.settings["speculation"], tokens=best))
+                replace(plan.request, speculation=replace(proposal.settings["speculation"], tokens=best))
             )
         except PlanError as error:
             raise NotApplicable(str(error)) from None
 
-    def all_of(self, tried: Iterable[Change | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
-        """The changes that are levers, and the names of those that are not, with the reasons."""
+    def all_of(self, tried: Iterable[Proposal | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
+        """The proposals that are levers, and the names of those that are not, with the reasons."""
         levers, left_out = [], []
         for each in tried:
             if isinstance(each, tuple):
@@ -231,8 +234,8 @@ class _Search:
             return best
         cheapest = min(cheaper, key=lambda each: each.plan.price_per_hour or math.inf)
         others = [each for each in best if each is not cheapest]
-        name = f"{cheapest.change.name}, the cheapest that meets the SLO"
-        return [*others, replace(cheapest, change=replace(cheapest.change, name=name))]
+        name = f"{cheapest.proposal.name}, the cheapest that meets the SLO"
+        return [*others, replace(cheapest, proposal=replace(cheapest.proposal, name=name))]
 
     def rank(self, lever: Lever) -> tuple[bool, float]:
         """A sort key that puts the best lever first.
@@ -249,8 +252,8 @@ class _Search:
         The chain has at most one change of each kind, and none that misses an objective which was met before. It stays
         on the same devices, unless the model fits only on others.
         """
-        alone = any(each.change.combines for each in levers)
-        left = self._combinable() if alone or self._base.fits else [each.change for each in levers]
+        alone = any(each.proposal.combines for each in levers)
+        left = self._combinable() if alone or self._base.fits else [each.proposal for each in levers]
         current, found = self._base, list[Lever]()
         while left:
             missed = set(missed_by(current))
@@ -260,7 +263,7 @@ class _Search:
                 break
             found.append(best)
             current = best.plan
-            used = {each.change.kind for each in found}
+            used = {each.proposal.kind for each in found}
             left = [each for each in self._combinable() if each.kind not in used]
         return found
 
@@ -270,17 +273,17 @@ class _Search:
             return value_of(lever.numbers, self._objective) is not None
         return lever.gain >= LEAST_GAIN
 
-    def _combinable(self) -> list[Change]:
-        """Changes that a chain may have.
+    def _combinable(self) -> list[Proposal]:
+        """Proposals that a chain may have.
 
         Among them are some that do nothing for the plan alone, such as a narrower cache where the weights do not fit.
         """
-        return [each for each in changes(self._base) if isinstance(each, Change) and each.combines]
+        return [each for each in proposals(self._base) if isinstance(each, Proposal) and each.combines]
 
-    def _levers_on_top(self, left: list[Change], current: Plan) -> Iterator[Lever]:
-        for change in left:
+    def _levers_on_top(self, left: list[Proposal], current: Plan) -> Iterator[Lever]:
+        for proposal in left:
             try:
-                yield self.lever(change, current)
+                yield self.lever(proposal, current)
             except NotApplicable:
                 continue
 

@@ -9,13 +9,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from headway.changes import most_needed
+from headway.flags import Needs
 from headway.planner.answer import headline
 from headway.planner.levers import Lever, Levers
 from headway.planner.models import names_taken
 from headway.planner.numbers import Numbers, missed_by, value_of
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
-from headway.report.parts import Cell, Table, cells
+from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number
 
 COLUMNS = ("", "lever", "gain", "TTFT", "TPOT", "tokens/s", "devices", "1M out")
@@ -25,6 +27,13 @@ MEANS = {
     "e2el": "the time of a whole answer",
     "throughput": "output tokens a second of each device",
     "cost": "the price of a million output tokens",
+}
+# What it takes to apply a change, as the end of "needs ...".
+_NEEDS = {
+    Needs.RELOAD: "a reload",
+    Needs.RESTART: "a restart",
+    Needs.LOAD: "another load",
+    Needs.HARDWARE: "other hardware",
 }
 
 
@@ -42,7 +51,7 @@ def print_levers(found: Levers, console: Console) -> None:
         print_table(console, lever_table(found))
         listed = RichTable.grid(padding=(0, 1))
         for place, lever in enumerate(found.ranked, 1):
-            listed.add_row(Text(f"{place}"), Text(f"{lever.flags}\n").append(lever.change.assumes, "dim"))
+            listed.add_row(Text(f"{place}"), Text(f"{_applied(lever)}\n").append(lever.proposal.assumes, "dim"))
         console.print(listed)
     else:
         console.print(Text("No single change helps."))
@@ -60,6 +69,12 @@ def print_levers(found: Levers, console: Console) -> None:
         console.print(reasons)
 
 
+def _applied(lever: Lever) -> str:
+    """The flags of a lever, the bar of its gain, and what it takes to apply it."""
+    bar = "" if lever.gain_range is None else "gain {:.2f} to {:.2f} x; ".format(*lever.gain_range)
+    return f"{lever.flags} ({bar}needs {_NEEDS[most_needed(lever.proposal.changes)]})"
+
+
 def _by_reason(found: Levers) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for name, reason in found.left_out:
@@ -69,15 +84,18 @@ def _by_reason(found: Levers) -> dict[str, list[str]]:
 
 def lever_table(found: Levers) -> Table:
     """A row for the plan as it is, and then one for each lever, the largest gain first."""
-    rows = [_lever_row(found, f"{place}", lever.change.name, lever) for place, lever in enumerate(found.ranked, 1)]
+    rows = [_lever_row(found, f"{place}", lever.proposal.name, lever) for place, lever in enumerate(found.ranked, 1)]
     served = " tokens/s: that can be served at most." if found.base.load == "rate" else ""
-    note = f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags and assumptions of each."
+    note = (
+        f"Gain: of {MEANS[found.objective]}; above 1 is better.{served} Below: the flags of each, the 80 % bar of its "
+        "gain, what it needs, and what the figures assume."
+    )
     return Table("One change at a time", COLUMNS, (_as_it_is(found), *rows), left=frozenset({1}), note=note)
 
 
 def chain_table(found: Levers) -> Table:
     """Levers on top of each other."""
-    rows = [_lever_row(found, "", f"+ {lever.change.name}", lever) for lever in found.chain]
+    rows = [_lever_row(found, "", f"+ {lever.proposal.name}", lever) for lever in found.chain]
     note = "Each is added to those before it, as long as the next one gains 3 % or more."
     return Table("The best combination", COLUMNS, (_as_it_is(found), *rows), left=frozenset({1}), note=note)
 
@@ -105,7 +123,8 @@ def _gain(found: Levers, lever: Lever) -> Cell:
         if not found.base.fits:
             return Cell("it fits", "good")
         return Cell("–", "quiet") if value_of(lever.numbers, found.objective) is None else Cell("it keeps up", "good")
-    return Cell(f"{lever.gain:.2f} x", "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet")
+    tone: Tone = "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet"
+    return Cell(f"{lever.gain:.2f} x", tone)
 
 
 def to_json(found: Levers) -> str:
@@ -131,13 +150,16 @@ def to_json(found: Levers) -> str:
 
 def _lever(lever: Lever) -> dict[str, Any]:
     return {
-        "name": lever.change.name,
-        "kind": lever.change.kind,
+        "name": lever.proposal.name,
+        "kind": lever.proposal.kind,
         "flags": lever.flags,
+        "changes": [change.as_json() for change in lever.proposal.changes if change.typed],
+        "needs": most_needed(lever.proposal.changes).value,
         "gain": lever.gain,
+        "gain_range": None if lever.gain_range is None else list(lever.gain_range),
         **_figures(lever.numbers),
         "misses": list(lever.misses),
-        "assumes": lever.change.assumes,
+        "assumes": lever.proposal.assumes,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from headway.cost.loading import STORAGE_BYTES_PER_S
 from headway.engine.config import AttentionSinksFlag, AttentionWindowFlag
-from headway.flags import Flag, tokens
+from headway.flags import Flag, Needs, tokens
 from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
 MOST_SPECULATIVE_TOKENS = 16
@@ -64,7 +64,11 @@ class Speculation:
             raise PlanError(f"acceptance_rate is {self.acceptance}; it is a probability, so give 0 to 1")
 
 
-_deployment, _load = functools.partial(Flag, panel="Deployment"), functools.partial(Flag, panel="Load")
+_deployment, _load = (
+    functools.partial(Flag, panel="Deployment"),
+    functools.partial(Flag, panel="Load", needs=Needs.LOAD),
+)
+_hardware = functools.partial(_deployment, needs=Needs.HARDWARE)
 _engine, _money = functools.partial(Flag, panel="Engine"), functools.partial(Flag, panel="Objectives and price")
 
 
@@ -92,7 +96,7 @@ ModelName = Annotated[
     ),
 ]
 HardwareName = Annotated[
-    str, _deployment("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
+    str, _hardware("Device such as H100-SXM, or a calibrated machine; see headway plan --list.", common=True)
 ]
 
 
@@ -185,7 +189,7 @@ class PlanOptions(DeploymentOptions):
     """
 
     count: Annotated[
-        int | None, _deployment("Number of devices. Default: as many as one replica needs.", common=True)
+        int | None, _hardware("Number of devices. Default: as many as one replica needs.", common=True)
     ] = None
     tensor_parallel_size: Annotated[
         int | None,

@@ -13,7 +13,7 @@ from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.cost.hardware import Hardware
 from headway.cost.loading import HOST_LINK_SHARE
 from headway.cost.timing import Deployment
-from headway.flags import Flag, size
+from headway.flags import Flag, Needs, size
 from headway.planner.engines import HEADWAY, EngineProfile, find_profile
 from headway.planner.request import DeploymentOptions, HardwareName, ModelName, PlanError, PlanRequest
 from headway.planner.resolve import Resolved, draft_of, find_hardware, resolve
@@ -65,7 +65,9 @@ class ServerOptions(DeploymentOptions):
 
     model: ModelName
     hardware: HardwareName
-    tensor_parallel_size: Annotated[int, _deployment("Devices that share each layer.", min=1, common=True)] = 1
+    tensor_parallel_size: Annotated[
+        int, _deployment("Devices that share each layer.", min=1, common=True, needs=Needs.HARDWARE)
+    ] = 1
     given: frozenset[str] = frozenset()
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, such as 4G. Default: what remains.", parse=size, metavar="SIZE")
@@ -92,11 +94,17 @@ class ServerOptions(DeploymentOptions):
             "TOML file with service classes and their objectives. Default: built-in classes.",
             parse=read_class_file,
             metavar="FILE",
+            needs=Needs.RELOAD,
         ),
     ] = None
     tenants: Annotated[
         TenantFile | None,
-        _server("TOML file with tenants, their limits and weights.", parse=read_tenant_file, metavar="FILE"),
+        _server(
+            "TOML file with tenants, their limits and weights.",
+            parse=read_tenant_file,
+            metavar="FILE",
+            needs=Needs.RELOAD,
+        ),
     ] = None
     max_num_queued_reqs: QueuedRequests = None
     max_num_queued_tokens: QueuedTokens = None

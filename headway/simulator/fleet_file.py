@@ -9,9 +9,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from headway.changes import Change, parse_change
 from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
 from headway.policy.objectives.service_class import InvalidEntry, entries_of, within
-from headway.simulator.changes import Changes, change
+from headway.simulator.changes import CHANGEABLE
 from headway.simulator.fleet import ROLES, Failure
 from headway.simulator.members import Kind
 
@@ -88,7 +89,7 @@ def _file_of(path: str, content: Mapping[str, Any]) -> FleetFile:
 
 
 def _kind(entry: dict[str, Any]) -> Kind:
-    changes: Changes = {}, {}
+    changes: list[Change] = []
     for key, value in entry.items():
         if key in _KIND_KEYS:
             continue
@@ -98,16 +99,16 @@ def _kind(entry: dict[str, Any]) -> Kind:
         if not isinstance(value, str | int | float):
             raise InvalidEntry(f"{key} is {value!r}; write a number, true, false or a string", key)
         try:
-            of, field_, value = change(name, str(value).lower() if isinstance(value, bool) else str(value))
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            changes.append(parse_change(name, text, CHANGEABLE))
         except ValueError as error:
             raise InvalidEntry(str(error), key) from None
-        changes[of][field_] = value
     role = entry.get("role", "")
     if role not in ("", *ROLES):
         raise InvalidEntry(f"role is {role!r}; choose one of {', '.join(ROLES)}, or leave it out", "role")
     return Kind(
         whole_number(entry, "count", 1, MOST_REPLICAS) if "count" in entry else 1,
-        changes,
+        tuple(changes),
         role,
         number(entry, "weight", 1e-6) if "weight" in entry else None,
         number(entry, "price_per_hour", 0.0) if "price_per_hour" in entry else None,

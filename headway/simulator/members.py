@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from headway.changes import Change
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
-from headway.simulator.changes import Changes, changed
+from headway.simulator.changes import changed
 from headway.simulator.deployed import Deployed, ServerOptions
 from headway.simulator.fleet import DECODE, NO_HANDOVER, PREFILL, Handover, Replica
 from headway.simulator.timing import ReceivedPrompts
@@ -35,7 +36,7 @@ class Kind:
     """
 
     count: int = 1
-    changes: Changes = ({}, {})
+    changes: tuple[Change, ...] = ()
     role: str = ""
     weight: float | None = None
     price_per_hour: float | None = None

@@ -33,6 +33,9 @@ from headway.load.record import RunResult
 from headway.load.workload.arrivals import make_arrival
 from headway.load.workload.build import build_workload, warm_up_requests
 from headway.policy.admission.queue_bound import QueueLimits
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.recording import RecordedEngine
 from headway.policy.step.scheduler import Scheduler
 from headway.report.console import print_table
 from headway.report.parts import Table, cells
@@ -142,10 +145,10 @@ class Round:
     @classmethod
     def of(cls, recording: Recording, before: Measured, measured: Measured, after: Measured) -> Self:
         learning = [before, after]
-        steps, own = _steps(recording, learning), _steps(recording, [measured])
-        host = _host(recording, learning, steps)
-        predicted = _simulated(recording, steps, measured.load, host)
-        by_own_steps = _simulated(recording, own, measured.load, host) if len(own) >= FEWEST_STEPS else None
+        steps, own = recorded_steps(recording, learning), recorded_steps(recording, [measured])
+        host = host_of(recording, learning, steps)
+        predicted = simulated(recording, steps, measured.load, host)
+        by_own_steps = simulated(recording, own, measured.load, host) if len(own) >= FEWEST_STEPS else None
         return cls(measured.result, predicted, by_own_steps, Learnt.of(steps).slower(own))
 
 
@@ -156,7 +159,7 @@ async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Co
     stop = asyncio.Event()
     arguments = [
         *([options.model] if options.model is not None else []),
-        *_flags(options),
+        *serve_flags(options.model_options, options.scheduling),
         "--record-steps",
         str(steps),
     ]
@@ -172,11 +175,17 @@ async def _measure(options: VerifyOptions, load: Load, steps: Path, progress: Co
                 )
                 seed = load.spec.seed + (number if measures else (number + 1) * _LEARN_SEED)
                 of_seed = dataclasses.replace(load, spec=dataclasses.replace(load.spec, seed=seed))
-                found.append(await _run(session, of_seed, stop))
+                found.append(await measure(session, of_seed, stop))
     return found
 
 
-async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
+async def measure(session: Session, load: Load, stop: asyncio.Event) -> Measured:
+    """Give a live server a load.
+
+    Raises:
+        Interrupted: `stop` was set meanwhile.
+        BenchError: the server answered nothing.
+    """
     workload = build_workload(load.spec, session.source, chat=False, context=session.server.max_model_len)
     result = await session.measure(
         workload,
@@ -194,26 +203,34 @@ async def _run(session: Session, load: Load, stop: asyncio.Event) -> Measured:
     return Measured(load, result)
 
 
-def _flags(options: VerifyOptions) -> list[str]:
-    """The flags of `headway serve` that are not its defaults."""
+def given_flags(*options: Any) -> list[tuple[str, Any]]:
+    """The flags of `headway serve` that are not its defaults, in dataclasses of options, with their values."""
     found = []
-    for values in (options.model_options, options.scheduling):
+    for values in options:
         for each, _, flag in flags_of(type(values)):
             value = getattr(values, each.name)
-            if flag is None or value == each.default:
-                continue
-            found += arguments_of(option(each, flag), value)
+            if flag is not None and value != each.default:
+                found.append((option(each, flag), value))
     return found
 
 
-def _steps(recording: Recording, runs: Sequence[Measured]) -> list[RecordedStep]:
+def serve_flags(*options: Any) -> list[str]:
+    """The same as a command line has them."""
+    return [word for name, value in given_flags(*options) for word in arguments_of(name, value)]
+
+
+def recorded_steps(recording: Recording, runs: Sequence[Measured]) -> list[RecordedStep]:
+    """The steps that were recorded during runs."""
     return [step for each in runs for step in steps_of(recording, each.result.began_ns, each.result.ended_ns)]
 
 
-def _host(recording: Recording, learning: Sequence[Measured], steps: list[RecordedStep]) -> Host:
-    """A request takes so long beside the engine that the median TTFT of those runs comes out right, in the mean."""
+def host_of(recording: Recording, learning: Sequence[Measured], steps: list[RecordedStep]) -> Host:
+    """What the server does beside its engine.
+
+    A request takes so long there that the median TTFT of those runs comes out right, in the mean.
+    """
     late_ms = [
-        _median_ttft(each.result) - _median_ttft(_simulated(recording, steps, each.load, Host())) for each in learning
+        _median_ttft(each.result) - _median_ttft(simulated(recording, steps, each.load, Host())) for each in learning
     ]
     return Host(request_ns=max(0, round(float(np.mean(late_ms)) * 1e6)))
 
@@ -222,15 +239,34 @@ def _median_ttft(result: RunResult) -> float:
     return float(np.median(Latencies.of(result.records).ttft_ms))
 
 
-def _simulated(recording: Recording, steps: list[RecordedStep], load: Load, host: Host) -> RunResult:
+def simulated(
+    recording: Recording,
+    steps: list[RecordedStep],
+    load: Load,
+    host: Host,
+    scheduling: SchedulingOptions | None = None,
+) -> RunResult:
+    """A load on the recorded engine, simulated with steps that take as long as those.
+
+    Args:
+        scheduling: settings in place of the recorded ones. Raises ValueError where they contradict each other.
+    """
     engine = recording.engine
-    scheduler = Scheduler(engine.scheduler_config(), engine.kv_blocks())
+    scheduler = _scheduler(engine, scheduling)
     teach(scheduler.accounting.step_time, steps)
     source, context = SketchSource(load_tokenizer(engine.model)), scheduler.config.max_model_len
     limits = QueueLimits.for_engine(scheduler.config.max_num_seqs, scheduler.blocks.pool_tokens(context))
     workload = build_workload(load.spec, source, chat=False, context=context)
     deployed = Deployed(scheduler, Learnt.of(steps, load.spec.seed), limits, host, {})
     return answer([deployed.server()], load, workload)[0]
+
+
+def _scheduler(engine: RecordedEngine, scheduling: SchedulingOptions | None) -> Scheduler:
+    recorded = engine.scheduler_config()
+    if scheduling is None:
+        return Scheduler(recorded, engine.kv_blocks())
+    pool = PoolSize(engine.num_blocks, recorded.max_model_len, None, engine.num_checkpoints, tuple(engine.groups))
+    return scheduling.scheduler("cpu" if engine.device == "cpu" else "cuda", pool, swap=recorded.swap)
 
 
 def verify(rounds: Sequence[Round]) -> Verification:

@@ -121,7 +121,7 @@ def test_what_this_engine_has_not_is_said(headway: CommandLine) -> None:
 
 def test_levers_are_what_serve_can_do() -> None:
     found = find_levers(PlanRequest(MODEL, "mine", batch_size=2, prompt_tokens=64, output_tokens=8))
-    names = {lever.change.name for lever in found.ranked} | {name for name, why in found.left_out if "0.5 %" in why}
+    names = {lever.proposal.name for lever in found.ranked} | {name for name, why in found.left_out if "0.5 %" in why}
     assert {"int8 weights", "int4 weights", "int8 KV cache"} <= names
     reasons = dict(found.left_out)
     assert "n-gram drafts" in names

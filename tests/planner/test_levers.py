@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from headway.planner.changes import draft_model
 from headway.planner.levers import LEAST_GAIN, Levers, choose_objective, find_levers
+from headway.planner.levers_report import to_json
 from headway.planner.make import make_plan
 from headway.planner.numbers import gain_of, numbers_of
 from headway.planner.request import PlanError, PlanRequest, Speculation
@@ -42,8 +44,8 @@ def too_large() -> Levers:
 
 def test_figures_are_those_of_a_plan_with_the_flags(clients: Levers) -> None:
     for lever in clients.ranked:
-        made = make_plan(replace(clients.base.request, **lever.change.settings))
-        assert lever.numbers == numbers_of(made), lever.change.name
+        made = make_plan(replace(clients.base.request, **lever.proposal.settings))
+        assert lever.numbers == numbers_of(made), lever.proposal.name
         assert lever.gain == gain_of(clients.numbers, numbers_of(made), clients.objective)
 
 
@@ -55,21 +57,41 @@ def test_the_command_line_shows_the_same_with_the_flags_typed(headway: CommandLi
     for lever in batch.ranked:
         shown = json.loads(headway(*shlex.split(f"{plain} {lever.flags}")).out)
         tpot = shown["speculation"]["tpot_ms"] if shown["speculation"] else shown["tpot_ms"]
-        assert lever.gain == pytest.approx(base["tpot_ms"] / tpot), lever.change.name
+        assert lever.gain == pytest.approx(base["tpot_ms"] / tpot), lever.proposal.name
         assert lever.numbers.ttft_s == pytest.approx(shown["ttft_ms"] / 1e3)
 
 
 def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
     gains = [lever.gain or 0.0 for lever in clients.ranked]
     assert gains == sorted(gains, reverse=True)
-    kinds = {lever.change.kind for lever in clients.ranked}
+    kinds = {lever.proposal.kind for lever in clients.ranked}
     assert kinds >= {"weights", "speculation", "prefix", "parallel", "load", "hardware"}
-    assert len([lever for lever in clients.ranked if lever.change.kind == "hardware"]) == 3
+    assert len([lever for lever in clients.ranked if lever.proposal.kind == "hardware"]) == 3
+
+
+def test_every_gain_has_a_bar_that_is_wider_on_other_hardware(clients: Levers) -> None:
+    """Plans of one engine and architecture share half of their squared error."""
+    arms = {}
+    for lever in clients.ranked:
+        assert lever.gain is not None and lever.gain_range is not None
+        low, high = lever.gain_range
+        assert low < lever.gain < high
+        arms[lever.proposal.kind] = math.log(high / low)
+    assert arms["hardware"] > 1.2 * arms["weights"]
+    queued = find_levers(request(request_rate=0.5))
+    assert all(lever.gain_range is None for lever in queued.ranked)  # in brief, such plans have no bars
+
+
+def test_json_says_what_each_change_needs(clients: Levers) -> None:
+    told = {lever["kind"]: lever for lever in json.loads(to_json(clients))["levers"]}
+    needs = {kind: told[kind]["needs"] for kind in ("weights", "load", "hardware")}
+    assert needs == {"weights": "restart", "load": "another load", "hardware": "other hardware"}
+    assert told["weights"]["changes"][0]["where"] == "Deployment" and len(told["weights"]["gain_range"]) == 2
 
 
 def test_throughput_is_that_of_a_device(clients: Levers) -> None:
     """Twice the devices that give less than twice the tokens are no gain."""
-    double = next(lever for lever in clients.ranked if lever.change.name == "TP 2")
+    double = next(lever for lever in clients.ranked if lever.proposal.name == "TP 2")
     assert double.numbers.devices == 2 and "--count 2" in double.flags
     assert clients.numbers.tokens_per_s and double.numbers.tokens_per_s
     assert clients.numbers.tokens_per_s < double.numbers.tokens_per_s < 2 * clients.numbers.tokens_per_s
@@ -78,22 +100,22 @@ def test_throughput_is_that_of_a_device(clients: Levers) -> None:
 
 def test_replicas_merge_before_devices_are_bought() -> None:
     found = find_levers(request(concurrency=8, count=4, tensor_parallel_size=1), "tpot")
-    four = next(lever for lever in found.ranked if lever.change.name == "TP 4")
+    four = next(lever for lever in found.ranked if lever.proposal.name == "TP 4")
     assert four.numbers.devices == 4 and four.plan.replicas == 1
-    assert "same devices" in four.change.assumes
+    assert "same devices" in four.proposal.assumes
 
 
 def test_chain_puts_the_best_together(clients: Levers) -> None:
     assert len(clients.chain) >= 2
     before = clients.base
     for lever in clients.chain:
-        changed = replace(before.request, **lever.change.settings)
+        changed = replace(before.request, **lever.proposal.settings)
         assert numbers_of(make_plan(changed)) == lever.numbers
         assert lever.gain is not None and lever.gain >= LEAST_GAIN
         assert lever.gain == gain_of(numbers_of(before), lever.numbers, clients.objective)
         assert lever.numbers.devices == clients.numbers.devices
         before = lever.plan
-    kinds = [lever.change.kind for lever in clients.chain]
+    kinds = [lever.proposal.kind for lever in clients.chain]
     assert len(kinds) == len(set(kinds)) and not {"load", "hardware"} & set(kinds)
 
 
@@ -111,15 +133,15 @@ def test_chain_is_the_plan_with_all_of_its_flags(headway: CommandLine, batch: Le
 
 
 def test_fewer_bits_gain_no_more_than_the_bytes_that_they_save(batch: Levers) -> None:
-    gains = {lever.change.name: lever.gain or 0.0 for lever in batch.ranked}
+    gains = {lever.proposal.name: lever.gain or 0.0 for lever in batch.ranked}
     assert 1.2 < gains["fp8 weights"] < 2
     assert gains["fp8 weights"] < gains["int4 weights"] < 4
 
 
 def test_speculation_takes_the_best_number_of_tokens(batch: Levers) -> None:
     for lever in batch.ranked:
-        if lever.change.kind == "speculation":
-            asked, made = lever.change.settings["speculation"], lever.plan.speculated
+        if lever.proposal.kind == "speculation":
+            asked, made = lever.proposal.settings["speculation"], lever.plan.speculated
             assert made is not None and asked.tokens == made.best_tokens
             assert lever.numbers.tpot_s == pytest.approx(made.tpot_s)  # a batch decodes alone
             assert lever.numbers.ttft_s == batch.numbers.ttft_s
@@ -140,7 +162,7 @@ def test_left_out_with_a_reason() -> None:
     assert "less than a block" in reasons["prefix cache"]
     assert "quarter of the parameters" in reasons["draft model"]
     assert "no --slo" in reasons["cheaper hardware that meets the SLO"]
-    assert not {lever.change.name for lever in found.ranked} & reasons.keys()
+    assert not {lever.proposal.name for lever in found.ranked} & reasons.keys()
 
 
 def test_a_plan_that_takes_as_many_devices_as_it_needs_keeps_them(headway: CommandLine) -> None:
@@ -148,15 +170,15 @@ def test_a_plan_that_takes_as_many_devices_as_it_needs_keeps_them(headway: Comma
     asked = request("llama-3.1-70b", batch_size=1)
     found = find_levers(asked)
     assert found.base.devices == 2 and asked.count is None
-    weights = next(lever for lever in found.ranked if lever.change.name == "fp8 weights")
+    weights = next(lever for lever in found.ranked if lever.proposal.name == "fp8 weights")
     assert weights.plan.devices == 2 and weights.flags == "--count 2 --quantization fp8"
     assert found.chain_flags.count("--count") == 1
-    assert all(lever.plan.devices == 2 for lever in found.ranked if lever.change.kind == "hardware")
+    assert all(lever.plan.devices == 2 for lever in found.ranked if lever.proposal.kind == "hardware")
 
 
 def test_formats_that_the_hardware_does_not_multiply_in_are_widened() -> None:
     found = find_levers(request(hardware="A100-80GB-SXM", batch_size=1))
-    schemes = {lever.change.name: lever.flags for lever in found.ranked if lever.change.kind == "weights"}
+    schemes = {lever.proposal.name: lever.flags for lever in found.ranked if lever.proposal.kind == "weights"}
     assert schemes == {
         "fp8 weights": "--quantization fp8-weight-only",
         "int8 weights": "--quantization int8",
@@ -169,7 +191,7 @@ def test_a_model_that_does_not_fit_is_ranked_by_what_makes_it_fit(too_large: Lev
     assert too_large.ranked and all(lever.gain is None and lever.plan.fits for lever in too_large.ranked)
     rates = [(lever.numbers.tokens_per_s or 0.0) / lever.numbers.devices for lever in too_large.ranked]
     assert rates == sorted(rates, reverse=True)
-    assert too_large.chain[0].change.kind == "weights"  # the devices that are there, not the fastest in the catalogue
+    assert too_large.chain[0].proposal.kind == "weights"  # the devices that are there, not the fastest in the catalogue
 
 
 def test_nothing_helps(headway: CommandLine) -> None:
@@ -191,7 +213,7 @@ def test_more_requests_than_can_be_served_are_ranked_by_what_can() -> None:
     assert found.ranked[0].gain and found.ranked[0].gain > 10
     by_ttft = find_levers(base, "ttft")
     assert by_ttft.numbers.ttft_s is None and all(lever.gain is None for lever in by_ttft.ranked)
-    assert by_ttft.ranked[0].numbers.ttft_s and by_ttft.ranked[0].change.kind == "hardware"
+    assert by_ttft.ranked[0].numbers.ttft_s and by_ttft.ranked[0].proposal.kind == "hardware"
     assert by_ttft.chain == () and by_ttft.chain_gain is None  # none keeps up on this device
 
 
@@ -227,8 +249,8 @@ def test_largest_load_that_meets_the_objectives() -> None:
     assert base.tpot is not None
     limit = base.tpot.value * 1e3 * 1.5
     found = find_levers(request(concurrency=4, slo={"tpot": limit}, max_num_seqs=64))
-    load = next(lever for lever in found.ranked if lever.change.kind == "load")
-    most = load.change.settings["concurrency"]
+    load = next(lever for lever in found.ranked if lever.proposal.kind == "load")
+    most = load.proposal.settings["concurrency"]
     assert most > 4 and load.misses == ()
     above = make_plan(replace(found.base.request, concurrency=round(most * 1.05) + 1))
     assert above.slo_met == {"tpot": False}
@@ -246,7 +268,7 @@ def test_levers_that_spoil_an_objective_come_last() -> None:
 
 def test_cheaper_hardware_that_meets_the_objectives() -> None:
     found = find_levers(request(batch_size=1, slo={"tpot": 1000.0, "ttft": 5000.0}))
-    cheapest = next(lever for lever in found.ranked if "cheapest" in lever.change.name)
+    cheapest = next(lever for lever in found.ranked if "cheapest" in lever.proposal.name)
     assert cheapest.misses == ()
     assert cheapest.plan.price_per_hour and found.base.price_per_hour
     assert cheapest.plan.price_per_hour < found.base.price_per_hour

@@ -36,7 +36,7 @@ from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording
 from headway.simulator.run import answer
-from headway.simulator.verify import Measured, Round, Verification, _flags, print_verification, verify
+from headway.simulator.verify import Measured, Round, Verification, print_verification, serve_flags, verify
 
 MS = 1_000_000
 
@@ -162,10 +162,10 @@ def test_the_server_is_started_with_what_was_asked_for() -> None:
         parts = ModelOptions(**model), SchedulingOptions(**scheduling)
         return VerifyOptions(*parts, arrivals=None, workload=None)  # type: ignore[arg-type]
 
-    assert _flags(options({}, {})) == []
+    assert serve_flags(options({}, {}).model_options, options({}, {}).scheduling) == []
     given = options(
         {"kv_cache_memory": 1 << 20, "dtype": "float32"}, {"enable_prefix_caching": False, "max_num_seqs": 4}
     )
-    assert _flags(given) == [
+    assert serve_flags(given.model_options, given.scheduling) == [
         "--dtype", "float32", "--kv-cache-memory", "1048576", "--max-num-seqs", "4", "--no-enable-prefix-caching",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from headway.bench.results import load_json
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
-from headway.simulator.changes import parse_what_ifs
+from headway.simulator.changes import changed, parse_what_ifs
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.timing import CachedPrompts, DecodesFirst
 from headway.simulator.what_if import COUNTERFACTUALS
@@ -92,9 +92,12 @@ def test_what_other_names_are_taken_for_is_said() -> None:
 
 
 def test_a_change_has_the_type_of_its_flag() -> None:
-    (change,) = parse_what_ifs(["kv-cache-memory=2G,enable-prefix-caching=false,max-prefill-stall-ms=5,hardware=H200"])
-    assert change.server == {"kv_cache_memory": 2 * 2**30, "hardware": "H200"}
-    assert change.scheduling == {"enable_prefix_caching": False, "max_prefill_stall_ms": 5.0}
+    (asked,) = parse_what_ifs(["kv-cache-memory=2G,enable-prefix-caching=false,max-prefill-stall-ms=5,hardware=H200"])
+    plain = ServerOptions(model="llama-3.1-8b", hardware="H100-SXM"), SchedulingOptions()
+    server, scheduling = changed(*plain, asked.changes)
+    assert (server.kv_cache_memory, server.hardware) == (2 * 2**30, "H200")
+    assert scheduling == SchedulingOptions(enable_prefix_caching=False, max_prefill_stall_ms=5.0)
+    assert server.given == {"kv_cache_memory", "enable_prefix_caching", "max_prefill_stall_ms", "hardware"}
 
 
 def test_the_tail_is_explained_by_what_the_same_requests_would_have_been() -> None:

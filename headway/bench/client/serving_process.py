@@ -32,16 +32,21 @@ class _Socket:
 
 
 def runs_here(host: str, port: int) -> bool:
-    """Whether who answers at this address is known to be a process of this machine.
+    """Whether who answers at this address is known to be a process of this machine."""
+    return bool(serving_family(host, port))
+
+
+def serving_family(host: str, port: int) -> set[int]:
+    """The processes that answer at this address, and all that they started; empty where they are not known to be here.
 
     A process that passes on what it gets is seen while its connection is open: ask during or right after requests. It
     reads all that is open on the machine, which takes some milliseconds.
     """
     try:
         addresses = {_plain(ipaddress.ip_address(found[4][0])) for found in socket.getaddrinfo(host, port, type=1)}
-        return all(map(_is_own, addresses)) and _serves_itself(addresses, port)
+        return set(map(int, _family(addresses, port))) if all(map(_is_own, addresses)) else set()
     except (OSError, ValueError):
-        return False
+        return set()
 
 
 def _is_own(address: IP) -> bool:
@@ -55,20 +60,22 @@ def _is_own(address: IP) -> bool:
     return True
 
 
-def _serves_itself(addresses: set[IP], port: int) -> bool:
+def _family(addresses: set[IP], port: int) -> set[str]:
+    """The listening processes with their children; empty where they are unknown, or pass on what they get."""
     sockets = list(_sockets())
     listening = [each for each in sockets if each.state == _LISTENING and each.local[1] == port]
     exact = {each.inode for each in listening if each.local[0] in addresses}
     wanted = exact or {each.inode for each in listening if each.local[0].is_unspecified}
     holders = _holders()
     if not wanted or not all(holders[inode] for inode in wanted):
-        return False
+        return set()
     family = _with_children({pid for inode in wanted for pid in holders[inode]})
     if any(os.readlink(PROC / pid / "ns/net") != os.readlink(PROC / "self/ns/net") for pid in family):
-        return False
+        return set()
     own = {each for each in sockets if each.state == _ESTABLISHED and holders[each.inode] & family}
     ends = {(each.local, each.remote) for each in own}
-    return all(each.local[1] == port or (each.remote, each.local) in ends for each in own)
+    serves_itself = all(each.local[1] == port or (each.remote, each.local) in ends for each in own)
+    return family if serves_itself else set()
 
 
 def _sockets() -> Iterator[_Socket]:

@@ -122,7 +122,7 @@ def server_metrics(before: str, after: str, gauges: Sequence[tuple[float, Mappin
         first, last = parse_metrics(before), parse_metrics(after)
     except ValueError as error:
         return {"error": f"/metrics is not Prometheus text: {' '.join(str(error).split())}"}
-    change = _Change(first, last)
+    change = Increase(first, last)
     metrics: dict[str, Any] = {}
     for ours, names in (COUNTERS | BUSY_SECONDS).items():
         metrics[ours] = change.total(names)
@@ -139,7 +139,7 @@ def server_metrics(before: str, after: str, gauges: Sequence[tuple[float, Mappin
     return {"prefix": last.prefix, **metrics} if metrics else {}
 
 
-class _Change:
+class Increase:
     """Counters after less counters before; one that went back was reset, and counts from 0."""
 
     def __init__(self, before: Snapshot, after: Snapshot) -> None:
@@ -161,8 +161,18 @@ class _Change:
         return changes
 
     def total(self, names: Iterable[str]) -> float | None:
+        """The growth of the first of these metrics that there is; None where there is none."""
         each = self._each(names)
         return None if each is None else sum(each.values())
+
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of the first series of this name, after; empty where there is none."""
+        return next((dict(labels) for labels in self._after.series.get(name, {})), {})
+
+    def values(self, name: str, label: str) -> tuple[str, ...]:
+        """The values of a label of this metric, after, in order."""
+        series = self._after.series.get(name, {})
+        return tuple(sorted({dict(labels)[label] for labels in series if label in dict(labels)}))
 
     def by_label(self, names: Iterable[str], label: str) -> dict[str, float] | None:
         each = self._each(names)
@@ -175,14 +185,14 @@ class _Change:
         return dict(sorted(sums.items()))
 
 
-def _prefix_cache(change: _Change) -> dict[str, float | None] | None:
+def _prefix_cache(change: Increase) -> dict[str, float | None] | None:
     hits, queries = change.total(CACHE_HITS), change.total(CACHE_QUERIES)
     if hits is None or queries is None:
         return None
     return {"queries": queries, "hits": hits, "hit_rate": hits / queries if queries else None}
 
 
-def _mean_time(change: _Change, names: Iterable[str]) -> dict[str, float | None] | None:
+def _mean_time(change: Increase, names: Iterable[str]) -> dict[str, float | None] | None:
     names = list(names)
     count = change.total(f"{name}_count" for name in names)
     total = change.total(f"{name}_sum" for name in names)

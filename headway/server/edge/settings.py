@@ -9,7 +9,7 @@ from typing import Annotated
 
 from headway.config_files.classes import ClassFile, read_class_file
 from headway.config_files.tenants import TenantFile, read_tenant_file
-from headway.flags import Flag, listed, said, size
+from headway.flags import Flag, Needs, listed, said, size
 from headway.policy.admission.queue_bound import QueuedRequests, QueuedTokens
 
 flag = functools.partial(Flag, panel="Server")
@@ -48,6 +48,7 @@ class EdgeSettings:
             "TOML file with service classes and their objectives; SIGHUP reloads it. Default: built-in classes.",
             parse=read_class_file,
             metavar="FILE",
+            needs=Needs.RELOAD,
             common=True,
         ),
     ] = None
@@ -57,6 +58,7 @@ class EdgeSettings:
             "TOML file with tenants, their limits and their API keys; SIGHUP reloads it.",
             parse=read_tenant_file,
             metavar="FILE",
+            needs=Needs.RELOAD,
         ),
     ] = None
     quota_journal: Annotated[
