@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.kernels.interface import (
     AttentionShape,
     HeadLinear,
+    KernelTime,
     LayerCache,
     LayerState,
     Linear,
@@ -175,6 +176,10 @@ class TorchKernels:
     def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
         """See Kernels."""
         return first.contiguous() if second is None else torch.cat([first, second], dim=2)
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels; these are not timed."""
+        return []
 
     def routing_counts(self) -> RoutingCounts:
         """See Kernels."""
