@@ -34,6 +34,9 @@ TIMES = {
 }
 PREDICTED, ROOFLINE = ("step_time_measured_to_predicted_ratio",), ("step_time_to_roofline_ratio",)
 SLACK = ("step_slack_seconds",)
+CPU, STEPS = ("engine_cpu_seconds_total",), ("step_duration_seconds_sum",)
+BEHIND, UNREAD = ("clients_behind",), ("clients_unread_bytes",)
+PHASES, MOST_PHASES = "class_request_phase_seconds_total", 2
 SHOWN = (0.5, 0.9, 0.95, 0.99)
 Labels = frozenset[tuple[str, str]]
 
@@ -217,6 +220,10 @@ class View:
                 yield f"a step takes {middle:.0%} {words}"
         if (least := self.quantiles(SLACK, 0.01)[0]) is not None:
             yield f"P1 of slack {shown_s(least)}"
+        if (cpu := self.rate(CPU)) is not None and (steps := self.rate(STEPS)):
+            yield f"{cpu / steps:.2f} cores in a step"
+        if behind := last.total(BEHIND):
+            yield f"{behind:,.0f} clients behind, by {(last.total(UNREAD) or 0) / 1024:,.0f} KiB"
 
     def _times(self) -> Table:
         span = "since its start" if len(self.snapshots) < 2 else f"last {WINDOW_S:g} s"
@@ -233,7 +240,7 @@ class View:
         running, waiting = (last.values(f"class_requests_{each}", "service_class") for each in ("running", "waiting"))
         if not running:
             return None
-        table = Table("class", "running", "waiting", "TTFT P50", "TTFT P99", "TPOT P99", "missed")
+        table = Table("class", "running", "waiting", "TTFT P50", "TTFT P99", "TPOT P99", "missed", "most of its time")
         for name in running:
             where = {"service_class": name}
             ttft = self.quantiles(("class_time_to_first_token_seconds",), **where)
@@ -244,10 +251,24 @@ class View:
             )
             share = f"{missed / either:.0%}" if either and missed is not None else "–"
             counts = f"{running[name]:.0f}", f"{waiting.get(name, 0):.0f}"
-            table.add_row(name, *counts, shown_s(ttft[0]), shown_s(ttft[-1]), shown_s(tpot[-1]), share)
-        for column in table.columns[1:]:
+            times = shown_s(ttft[0]), shown_s(ttft[-1]), shown_s(tpot[-1])
+            table.add_row(name, *counts, *times, share, self._most_of(last, name))
+        for column in table.columns[1:-1]:
             column.justify = "right"
         return table
+
+    def _most_of(self, last: Snapshot, service_class: str) -> str:
+        """The phases that most time of a class' choices went to, of those that ended in the window."""
+        first = self.snapshots[0]
+        spent: dict[str, float] = {}
+        for labels, value in last.samples.get(PHASES, {}).items():
+            named = dict(labels)
+            if named["service_class"] == service_class:
+                before = 0.0 if first is last else first.samples.get(PHASES, {}).get(labels, 0.0)
+                spent[named["phase"]] = value - before
+        total = sum(spent.values())
+        most = sorted(spent.items(), key=lambda pair: -pair[1])[:MOST_PHASES] if total > 0 else []
+        return ", ".join(f"{phase} {value / total:.0%}" for phase, value in most) or "–"
 
     def _reasons(self) -> Table | None:
         """What sequences wait for and why requests are refused, in the last seconds."""

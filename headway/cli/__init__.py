@@ -34,6 +34,7 @@ COMMANDS = {
     "dashboard": "Write a Grafana dashboard and Prometheus alert rules for headway serve.",
     "bench": "Measure any OpenAI-compatible server, and show where the time goes.",
     "plan": "Predict memory, TTFT, TPOT, throughput and cost of a model on given hardware, and what limits them.",
+    "replay": "Make the decisions of a recording again, and play them in a page.",
     "simulate": "Predict what clients would see: run a workload through the real scheduler on a virtual clock.",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from headway.engine.messages import PromptLogprobs, TokenLogprobs
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from headway.kernels.interface import KernelTime
 
 
 class EngineFault(RuntimeError):
@@ -87,6 +90,9 @@ class Executor(Protocol):
         Raises:
             EngineFault: nothing can be run any more.
         """
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """The last kernels, as Kernels.timed() gives them."""
 
     def forget(self, seq_id: int) -> None:
         """A sequence has finished or was preempted; does nothing for an unknown one."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain, islice, takewhile
 
+from headway.engine.allocators import held
 from headway.engine.messages import Explain, ExplainedStep, Explanation, LiveSequence, StepPart
 from headway.policy.step.accounting import Accounting
 from headway.policy.step.decisions import Decision
@@ -11,11 +13,14 @@ from headway.policy.step.request import NEVER, Sequence
 from headway.policy.step.scheduler import Scheduler
 
 
-def explanation(scheduler: Scheduler, asked: Explain, now: int) -> Explanation:
+def explanation(
+    scheduler: Scheduler, asked: Explain, now: int, kernels: Iterable[tuple[str, int, int]] = ()
+) -> Explanation:
     """The last steps, and the first sequences: those that run, then those that wait, each in their order.
 
     Args:
         now: the time, in nanoseconds of the engine's clock.
+        kernels: those that were timed, oldest first.
     """
     newest = takewhile(lambda each: each.planned_ns > asked.after_ns, reversed(scheduler.decisions))
     last = list(islice(newest, asked.most))[::-1]
@@ -23,7 +28,10 @@ def explanation(scheduler: Scheduler, asked: Explain, now: int) -> Explanation:
     steps = [_step(each, asked.with_words, names) for each in last]
     there = chain(scheduler.sequences.running, scheduler.sequences.waiting)
     sequences = [_live(each, scheduler.accounting, now) for each in islice(there, asked.most_sequences)]
-    return Explanation(steps, sequences, scheduler.blocks.cached.num_cached)
+    since_ns = steps[0].planned_ns if steps else NEVER
+    told = [each for each in kernels if each[1] >= since_ns]
+    memory = held() if asked.with_memory else {}
+    return Explanation(steps, sequences, scheduler.blocks.cached.num_cached, told, memory)
 
 
 def _names(scheduler: Scheduler) -> dict[int, str]:

@@ -54,6 +54,8 @@ class Explain(_Message):
     most_sequences: int = 0  # how many of the sequences are told of, those that run first
     with_parts: bool = False  # whether steps have their times and parts
     with_words: bool = True  # whether steps have their reasons, which are long in a crowd
+    kernels: bool | None = None  # whether kernels are timed from now on; None leaves it as it is
+    with_memory: bool = False  # whether it says what allocators hold
 
 
 class Shutdown(_Message):
@@ -262,6 +264,8 @@ class Explanation(_Message):
     steps: list[ExplainedStep]
     sequences: list[LiveSequence] = []
     cached_blocks: int = 0  # that nobody uses, but whose contents are kept
+    kernels: list[tuple[str, int, int]] = []  # with parts: names, begin and end of the kernels that were timed
+    allocators: dict[str, int] = {}  # bytes by allocator and state
 
 
 class EngineOutputs(_Message):

@@ -192,7 +192,9 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, Explain):
                 from headway.engine.explaining import explanation  # only looked at by people
 
-                channel.send(explanation(core.scheduler, message, time.monotonic_ns()))
+                is_timed = message.with_parts or message.kernels is not None
+                kernels = core.executor.timed(message.kernels) if is_timed else ()
+                channel.send(explanation(core.scheduler, message, time.monotonic_ns(), kernels))
             elif isinstance(message, Shutdown):
                 return 0
         if core.has_work:

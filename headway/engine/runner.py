@@ -23,7 +23,7 @@ from headway.engine.pooling import pooled_parts
 from headway.engine.sampler import BAD_TOKEN, Mask, Sampler
 from headway.engine.states import StateSlots
 from headway.engine.swap import HostBlocks
-from headway.kernels.interface import Kernels, LayerCache
+from headway.kernels.interface import Kernels, KernelTime, LayerCache
 from headway.models.decoder import Decoder
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
@@ -184,6 +184,10 @@ class Runner:
 
             self.grammars = Grammars(self._folder or Path(), self.vocab_size)
         return self.grammars
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Executor."""
+        return self.kernels.timed(wanted)
 
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has finished or was preempted."""

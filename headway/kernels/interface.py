@@ -181,6 +181,10 @@ DRAW = np.dtype(
 )
 
 
+# The name of a kernel, and when it began and ended: nanoseconds of time.monotonic_ns().
+KernelTime = tuple[str, int, int]
+
+
 class Draw(Protocol):
     """Chooses a token for each row of logits, each as if it were alone."""
 
@@ -428,6 +432,13 @@ class Kernels(Protocol):
 
     def routing_counts(self) -> RoutingCounts:
         """The counts of all mixtures of these kernels so far."""
+        ...
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """The last kernels that were timed, oldest first: True begins to time them, False ends it, None does neither.
+
+        The list is empty where nothing is timed, as with kernels that cannot be.
+        """
         ...
 
     @property

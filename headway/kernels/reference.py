@@ -13,6 +13,7 @@ from headway.kernels.interface import (
     AttentionShape,
     Forbid,
     HeadLinear,
+    KernelTime,
     LayerCache,
     LayerState,
     Linear,
@@ -195,6 +196,10 @@ class TorchKernels:
     def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
         """See Kernels."""
         return first.contiguous() if second is None else torch.cat([first, second], dim=2)
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels; these are not timed."""
+        return []
 
     def routing_counts(self) -> RoutingCounts:
         """See Kernels."""

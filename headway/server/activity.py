@@ -19,6 +19,9 @@ class Activity:
 
     Args:
         engine: gives `stats` (EngineStats or None) and `num_waiting`.
+
+    Attributes:
+        step_ns: how long steps have taken, all of them together.
     """
 
     def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,8 +29,10 @@ class Activity:
         self._clock = clock
         self._prompt_tokens = self._generated = self._looked_up = self._found = 0
         self._since = clock()
+        self.step_ns = 0
 
     def on_step(self, stats: EngineStats) -> None:
+        self.step_ns += stats.step_ns
         self._prompt_tokens += stats.prompt_tokens
         self._generated += stats.generation_tokens
         self._looked_up += stats.prefix_cache_queries

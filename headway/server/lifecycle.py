@@ -27,6 +27,7 @@ class Server(EdgeServer):
     def __init__(self, app: FastAPI, settings: ServerSettings, certificate: Certificate | None = None) -> None:
         self._service: Service = app.state.service
         super().__init__(app, self._service, settings, certificate)
+        self._service.connections = self.server_state.connections  # type: ignore[assignment]
 
     async def watch_startup(self, on_ready: Callable[[Ready, str], None], url: str) -> None:
         """Report the engine's first start. When it fails, end the server."""

@@ -7,7 +7,6 @@ between two steps. Looks have numbers and ids, and no text of prompts or answers
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from typing import Any
@@ -16,15 +15,16 @@ import msgspec
 
 from headway import __version__
 from headway.engine.client import EngineDead
-from headway.engine.messages import Explain, ExplainedStep, LiveSequence
+from headway.engine.messages import Explain
 from headway.server.edge.streaming import EventStream, EventWriter, SlowReader, event
 from headway.server.ended import Ended
 from headway.server.errors import too_many
+from headway.server.looks import NS_PER_MS, classes_look, in_ms, sequence_look, step_look
+from headway.server.metrics.process import used_by
 from headway.server.service import Service
 
 EVERY_S = 0.5
 MOST_WATCHERS, MOST_STEPS, MOST_SEQUENCES, MOST_ENDED = 8, 64, 64, 256
-NS_PER_MS = 1e6
 
 
 class Live:
@@ -100,15 +100,20 @@ class Live:
         except EngineDead:
             pass
         else:
-            look["steps"] = [_step(each) for each in told.steps]
-            look["sequences"] = [_sequence(each) for each in told.sequences]
+            look["steps"] = [step_look(each) for each in told.steps]
+            look["sequences"] = [sequence_look(each) for each in told.sequences]
             look["cached_blocks"] = told.cached_blocks
             newest_ns = told.steps[-1].planned_ns if told.steps else after_ns
         pinned = 0 if ready is None else ready.pinned_blocks
+        used, (behind, unread) = used_by(engine.pid), service.backlog()
         return look | {
             "at_ms": time.monotonic_ns() / NS_PER_MS,
             "newest_ns": newest_ns,
             "ended": [_ended(each) for each in ended],
+            "engine_cpu_ms": None if used is None else used.cpu_seconds * 1e3,
+            "steps_ms": service.activity.step_ns / NS_PER_MS,
+            "clients_behind": behind,
+            "unread_bytes": unread,
             "running": 0 if stats is None else stats.num_running,
             "waiting": engine.num_waiting,
             "used_blocks": pinned if stats is None else sum(stats.blocks_of_class.values()),
@@ -124,45 +129,8 @@ class Live:
             "blocks": 0 if ready is None else ready.num_blocks,
             "block_size": 0 if ready is None else ready.block_size,
             "has_roofline": ready is not None and ready.roofline != "",
-            "classes": [
-                {"name": each.name, **{key: _finite(getattr(each, key)) for key in ("ttft_ms", "tpot_ms", "e2e_ms")}}
-                for each in self._service.classes.table
-            ],
+            "classes": classes_look(self._service.classes.table),
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _in_ms(phases_ns: dict[str, int]) -> dict[str, float]:
-    return {phase: length / NS_PER_MS for phase, length in phases_ns.items()}
-
-
-def _step(step: ExplainedStep) -> dict[str, Any]:
-    return {
-        "at_ms": step.planned_ns / NS_PER_MS,
-        "decoding": step.decoding,
-        "prompt_tokens": step.prompt_tokens,
-        "took_ms": step.took_ns / NS_PER_MS,
-        "predicted_ms": step.predicted_ns / NS_PER_MS,
-        "least_ms": step.least_ns / NS_PER_MS,
-    }
-
-
-def _sequence(sequence: LiveSequence) -> dict[str, Any]:
-    return {
-        "id": f"{sequence.request_id}/{sequence.index}",
-        "service_class": sequence.service_class,
-        "arrived_ms": sequence.arrival_ns / NS_PER_MS,
-        "phase": sequence.phase,
-        "phases_ms": _in_ms(sequence.phases_ns),
-        "prompt_len": sequence.prompt_len,
-        "computed": sequence.computed,
-        "tokens": sequence.tokens,
-        "blocks": sequence.blocks,
-        "slack_ms": None if sequence.slack_ns is None else sequence.slack_ns / NS_PER_MS,
-    }
 
 
 def _ended(ended: Ended) -> dict[str, Any]:
@@ -175,5 +143,5 @@ def _ended(ended: Ended) -> dict[str, Any]:
         "ttft_ms": None if ended.ttft_ns is None else ended.ttft_ns / NS_PER_MS,
         "tokens": ended.tokens,
         "met": all(ended.verdicts.values()) if ended.verdicts else None,
-        "phases_ms": _in_ms(ended.phases_ns),
+        "phases_ms": in_ms(ended.phases_ns),
     }

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from headway.config_files.classes import ClassFile
 from headway.config_files.tenants import TenantFile
-from headway.engine.client import EngineClient
-from headway.engine.messages import Ready
+from headway.engine.client import EngineClient, EngineDead
+from headway.engine.messages import Explain, Explanation, Ready
 from headway.outputs.pooling import Pooler
 from headway.policy.admission.queue_bound import Place
 from headway.policy.admission.tenants import DEFAULT_TENANT
@@ -21,6 +21,7 @@ from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
 from headway.server.aside import Aside
 from headway.server.door import Door
+from headway.server.edge.connection import Connection, backlog
 from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.ended import Ended
@@ -38,11 +39,16 @@ from headway.text.known_texts import KnownTexts, safe_cuts
 from headway.text.process import TextProcess
 from headway.text.tokenizer import Tokenizer
 
+# How long a scrape waits for the engine to say what its allocators hold, which it does between two steps.
+MEMORY_S = 0.1
 logger = logging.getLogger("headway.server")
 
 
 class Service(Door):
     """The state behind every route.
+
+    Attributes:
+        connections: of clients, as the server of this application has them.
 
     Raises:
         TextError: the checkpoint's generation_config.json has values out of range, or a file on embeddings is damaged.
@@ -79,6 +85,8 @@ class Service(Door):
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
         self.metrics.add_encoder(self.encoder)
         self.metrics.add_grammars(self.grammars)
+        self.connections: Collection[Connection] = ()
+        self.metrics.add_clients(self.backlog)
         self.created = int(time.time())
         self.pace = Pace()
         if self.quotas is not None:
@@ -95,6 +103,10 @@ class Service(Door):
     @property
     def _aside(self) -> list[Aside]:
         return [each for each in (self.tracer, self.request_log) if each is not None]
+
+    def backlog(self) -> tuple[int, int]:
+        """How many clients are behind, and the bytes that they have yet to take."""
+        return backlog(self.connections)
 
     # --- what may come in ---------------------------------------------------------------------------
 
@@ -141,6 +153,20 @@ class Service(Door):
             reason = f" ({self.engine.last_error})" if self.engine.restarts else ""
             raise unavailable(f"the model is loading{reason}", "engine_loading", 5)
         raise unavailable(f"the engine is not running: {self.engine.last_error}", "engine_dead", 30)
+
+    async def explained(self, asked: Explain) -> Explanation:
+        """What the engine tells of its last steps. Raises ApiError where it is not ready or has died."""
+        self.check_ready()
+        try:
+            return await self.engine.explain(asked)
+        except EngineDead as error:
+            raise unavailable(str(error), "engine_dead", 5) from None
+
+    async def look_at_memory(self) -> None:
+        """Have metrics of what the engine's allocators hold; of its last word where it does not answer at once."""
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(MEMORY_S):
+                self.metrics.allocators = (await self.explained(Explain(0, with_memory=True))).allocators
 
     @contextlib.contextmanager
     def counting_refusals(self, service_class: str = "") -> Iterator[None]:

@@ -5,16 +5,19 @@ Tokens are made up. Blocks of tokens with the same number are the same, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.pooling import PoolingParams
-from headway.policy.step.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Step
+from headway.policy.step.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Record, Step
 from headway.policy.step.request import FinishReason, Sequence
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.simulator.recording import Recording
 
 _STOP = -1
+Changed = list[tuple[Sequence, list[int]]]  # sequences with their new tokens
 
 
 class DifferentStep(ValueError):
@@ -31,10 +34,17 @@ def replay(recording: Recording) -> int:
     Raises:
         DifferentStep: the first that is another now.
     """
-    return _Replay(recording).run()
+    return sum(isinstance(record, Step) for record, _ in Replay(recording).run())
 
 
-class _Replay:
+class Replay:
+    """Makes the decisions of a recording again, one after the other.
+
+    Attributes:
+        scheduler: the one that makes them.
+        classes: the classes that there are.
+    """
+
     def __init__(self, recording: Recording) -> None:
         self._records = recording.records
         self._ends = {record.seq_id: record for record in recording.records if isinstance(record, End)}
@@ -43,25 +53,32 @@ class _Replay:
         engine = recording.engine
         self._size = engine.block_size
         config = engine.scheduler_config()
-        self._classes = config.classes
-        self._scheduler = Scheduler(config, engine.kv_blocks())
+        self.classes = config.classes
+        self.scheduler = Scheduler(config, engine.kv_blocks())
 
-    def run(self) -> int:
+    def run(self) -> Iterator[tuple[Record, Changed]]:
+        """Each record, and what it has changed of sequences, once its decisions are made again.
+
+        Raises:
+            DifferentStep: the first that is another now.
+        """
         steps = 0
         for record in self._records:
+            changed: Changed = []
             if isinstance(record, Arrival):
                 self._arrive(record)
             elif isinstance(record, Step):
                 steps += 1
-                self._step(steps, record)
+                changed = self._step(steps, record)
             elif isinstance(record, NewClasses):
-                self._classes = record.table()
-                self._scheduler.set_classes(self._classes, record.weights)
+                self.classes = record.table()
+                self.scheduler.set_classes(self.classes, record.weights)
             elif isinstance(record, Proposal):
-                self._scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
+                self.scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
             elif record.reason is FinishReason.ABORT:
-                self._scheduler.abort(self._sequences[record.seq_id], record.now)
-        return steps
+                changed = [(self._sequences[record.seq_id], [])]
+                self.scheduler.abort(self._sequences[record.seq_id], record.now)
+            yield record, changed
 
     def _arrive(self, arrival: Arrival) -> None:
         tokens = self._tokens[arrival.seq_id] = self._tokens_of(arrival)
@@ -75,11 +92,9 @@ class _Replay:
             stop_ids=frozenset({_STOP}),
             seed=0,
             priority=arrival.priority,
-            service=self._classes.named(arrival.service_class)
-            if arrival.service_class
-            else self._classes.default_class,
+            service=self.classes.named(arrival.service_class) if arrival.service_class else self.classes.default_class,
             tenant=arrival.tenant,
-            rank=self._classes.rank(arrival.service_class),
+            rank=self.classes.rank(arrival.service_class),
             due_ns=arrival.due_ns,
             tpot_ns=arrival.tpot_ns,
             arrival_ns=arrival.arrival_ns,
@@ -89,7 +104,7 @@ class _Replay:
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = arrival.sent_ns
         self._sequences[arrival.seq_id] = sequence
-        self._scheduler.add(sequence, arrival.now)
+        self.scheduler.add(sequence, arrival.now)
 
     def _tokens_of(self, arrival: Arrival) -> list[int]:
         """Make up tokens: those of numbered blocks are the block's number, others differ for each sequence."""
@@ -101,19 +116,20 @@ class _Replay:
             tokens[end.length - 1] = _STOP
         return tokens
 
-    def _step(self, number: int, recorded: Step) -> None:
-        plan = self._scheduler.schedule(recorded.now)
+    def _step(self, number: int, recorded: Step) -> Changed:
+        plan = self.scheduler.schedule(recorded.now)
         decided = [(item.seq_id, item.start, item.num_tokens, item.samples) for item in plan.scheduled]
         wanted = [(item.seq_id, item.start, item.tokens, item.samples) for item in recorded.items]
         if (decided, plan.preempted, plan.expired) != (wanted, recorded.preempted, recorded.expired):
             raise DifferentStep(number, recorded, plan)
+        changed: Changed = [(self._sequences[seq_id], []) for seq_id in plan.expired]
         if recorded.times is None:
-            return
+            return changed
         if recorded.retry is not None:
             failed = [self._sequences[seq_id] for seq_id in recorded.retry.failed]
-            self._scheduler.take_out(failed, plan, recorded.retry.began, recorded.retry.ended)
+            self.scheduler.take_out(failed, plan, recorded.retry.began, recorded.retry.ended)
         tokens = {item.seq_id: self._drawn(item) for item in recorded.items if item.samples or item.new == NOT_NUMBERS}
-        self._scheduler.complete(plan, tokens, StepTimes(*recorded.times))
+        return changed + self.scheduler.complete(plan, tokens, StepTimes(*recorded.times))
 
     def _drawn(self, item: Item) -> list[int] | None:
         if item.new == NOT_NUMBERS:

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from headway.kernels.cpu import team as cpu_team
 from headway.kernels.cpu.compile import callable_of
@@ -140,3 +141,31 @@ def test_a_helper_that_is_not_asleep_yet_hears_of_work() -> None:
     helper.start()
     helper.join(10)
     assert not helper.is_alive()
+
+
+def test_jobs_are_timed_while_that_is_wanted_and_run_as_always_otherwise(code: int) -> None:
+    team, done = team_of(2), np.zeros(10, np.int64)
+    arguments, result = (done.ctypes.data, len(done)), torch.zeros(1)
+    plain = team._run, team._run_alone, team._replay
+
+    def both() -> torch.Tensor:
+        team.run(code, LAYOUT, arguments)
+        team.run_alone(code, LAYOUT, arguments)
+        return result
+
+    program = team.record(both)
+    assert team.times == [] and (done == 2).all()
+    began_ns = time.monotonic_ns()
+    team.time_jobs(True)
+    both()
+    team.time_jobs(True)  # whoever asks a second time loses nothing
+    assert team.replay(program) is result
+    ended_ns = time.monotonic_ns()
+    assert (done == 6).all()
+    assert [name for name, *_ in team.times] == ["count_parts"] * 4
+    readings = [at for _, *times in team.times for at in times]
+    assert readings == sorted(readings) and began_ns <= readings[0] and readings[-1] <= ended_ns
+    team.time_jobs(False)
+    assert (team._run, team._run_alone, team._replay) == plain and team.times == []
+    team.replay(program)
+    assert (done == 8).all() and team.times == []

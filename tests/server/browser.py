@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -87,6 +89,12 @@ class Browser:
     def complaints(self) -> list[str]:
         """What the page has written to the console since the last call: errors, and breaches of its policy."""
         return [f"{each['level']}: {each['message']}" for each in self._ask("/se/log", type="browser")]
+
+
+def keep(window: Browser, name: str) -> None:
+    """Keep a picture of the window in the folder SCREENSHOTS, where there is one."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        Path(folder, f"{name}.png").write_bytes(window.screenshot())
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class FakeEngine:
         yielded: why requests were put behind others.
         passed_over: how often they were, as it was not their tenant's turn.
         tokens_per_step: tokens in each output.
+        shares: of the engine's time of a request, by phase; the rest is decode_compute.
         requests, aborted: what was asked, and the ids of what was closed before its end.
         sequences: what explain() tells of.
     """
@@ -56,6 +57,7 @@ class FakeEngine:
         self.yielded = ""
         self.passed_over = 0
         self.tokens_per_step = 1
+        self.shares = {"queue_capacity": 0.2, "prefill_compute": 0.3}
         self.loads = True
         self.fails_with: str | None = None
         self.state = "loading"
@@ -72,6 +74,9 @@ class FakeEngine:
         self.launched = False
         self.requests: list[AddRequest] = []
         self.sequences: list[LiveSequence] = []
+        self.times_kernels = False
+        self.explains_s = 0.0
+        self.allocators: dict[str, int] = {}
         self.aborted: list[str] = []
         self.running: set[tuple[str, int]] = set()
         self.phases_total_ns: dict[tuple[str, int], int] = {}
@@ -125,7 +130,12 @@ class FakeEngine:
             ExplainedStep(time.monotonic_ns(), f"step {number} of {'6f1f' * 8}-0.", 3, 5, 2_000_000, 1.9e6)
             for number in range(100 - asked.most, 100)
         ]
-        return Explanation(steps, self.sequences[: asked.most_sequences], 7)
+        self.times_kernels = self.times_kernels if asked.kernels is None else asked.kernels
+        await asyncio.sleep(self.explains_s)
+        now = time.monotonic_ns()
+        kernels = [("product", now - 30, now - 20), ("attend", now - 20, now)] if self.times_kernels else []
+        kernels, allocators = kernels if asked.with_parts else [], self.allocators if asked.with_memory else {}
+        return Explanation(steps, self.sequences[: asked.most_sequences], 7, kernels, allocators)
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights
@@ -259,6 +269,6 @@ class _Saying:
         ended = time.monotonic_ns()
         total = ended - self.request.sent_ns
         self.engine.phases_total_ns[self.request.request_id, self.index] = total
-        parts = {"queue_capacity": total // 5, "prefill_compute": total // 3}
+        parts = {phase: int(total * share) for phase, share in self.engine.shares.items()}
         parts["decode_compute"] = total - sum(parts.values())
         return SequenceTimings(parts, ended, self.said, 0, self.engine.yielded, self.engine.passed_over)

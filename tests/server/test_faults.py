@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import struct
 import threading
@@ -16,11 +17,13 @@ import openai
 import pytest
 
 from headway.engine.messages import AddRequest, SequenceOutput
+from headway.server.edge.connection import BEHIND
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, Take
 from tests.server.live_server import MODEL, LiveServer, eventually
 
 StartServer = Callable[..., LiveServer]
+NAMES = ("clients_behind", "clients_unread_bytes")
 LONG = {"prompt": "x", "max_tokens": 900_000, "ignore_eos": True, "stream": True}
 
 
@@ -92,6 +95,27 @@ def test_slow_reader_is_cancelled_and_cut_off(
     assert was_reset, "the connection must not linger with what the client does not read"
     assert b"[DONE]" not in received
     eventually(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_does_not_read_can_be_seen(start_server: StartServer, long_talker: FakeEngine) -> None:
+    server = start_server(max_stream_buffer=10**9, send_timeout=60.0)
+
+    def behind() -> tuple[float, float]:
+        text = server.client.get("/metrics").text
+        values = [re.search(rf"^headway:{name}{{.*}} (.*)$", text, re.MULTILINE) for name in NAMES]
+        clients, unread = (float(value[1]) for value in values if value is not None)
+        return clients, unread
+
+    assert behind() == (0, 0)
+    slow, fast = RawClient(server, receive_buffer=4096), RawClient(server)
+    slow.ask(**LONG)
+    fast.ask(**LONG | {"max_tokens": 200})
+    assert b"[DONE]" in fast.read_to_end()[0]
+    eventually(lambda: behind()[0] == 1)
+    assert behind()[1] > BEHIND
+    slow.reset()
+    eventually(lambda: behind() == (0, 0))
+    fast.reset()
 
 
 def test_reader_that_only_pauses_is_served_and_the_pause_is_accounted(

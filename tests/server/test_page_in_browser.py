@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from headway.engine.messages import EngineStats, LiveSequence
 from headway.text.tokenizer import Tokenizer
-from tests.server.browser import Browser, browser, missing
+from tests.server.browser import Browser, browser, keep, missing
 from tests.server.conftest import StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer
@@ -41,12 +39,6 @@ def page(chromium: Browser, server: LiveServer) -> Iterator[Browser]:
     chromium.until("!document.querySelector('#chat').hidden")
     yield chromium
     assert chromium.complaints() == []
-
-
-def keep(window: Browser, name: str) -> None:
-    """Keep a picture of the window in the folder SCREENSHOTS, where there is one."""
-    if folder := os.environ.get("SCREENSHOTS"):
-        Path(folder, f"{name}.png").write_bytes(window.screenshot())
 
 
 def test_a_chat_streams_and_shows_its_ledger(page: Browser, engine: FakeEngine) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from headway.engine.explaining import explanation
 from headway.engine.messages import Explain, ExplainedStep, Explanation, LiveSequence, StepPart
 from headway.server.profile import profile
@@ -54,16 +58,49 @@ def test_steps_that_did_not_run_and_sequences_without_a_name_are_no_trouble() ->
     assert any(each["args"].get("name") == "ended before" for each in events)
 
 
+def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [each for each in trace["traceEvents"] if each["name"] == name]
+
+
+def test_kernels_are_spans_and_told_apart_by_step() -> None:
+    kernels = [("rms_norm", 21, 22), ("product", 22, 25), ("attend", 25, 27), ("product", 27, 30), ("attend", 41, 43)]
+    steps = [
+        ExplainedStep(at, "It ran.", prompt_tokens=at, launched_ns=at + 10, computed_ns=at + 25, sampled_ns=at + 30)
+        for at in (10, 40, 90)
+    ]
+    trace = profile(Explanation(steps, kernels=kernels))
+    found = [{key: value for key, value in each["args"].items() if key != "decision"} for each in named(trace, "step")]
+    assert found[0] == {
+        "prompt_tokens": 10, "decoding": 0, "other_ms": 1e-6, "products_ms": 6e-6, "attention_ms": pytest.approx(2e-6)
+    }  # fmt: skip
+    assert found[1:] == [{"prompt_tokens": at, "decoding": 0} for at in (40, 90)], "no kernel of theirs was timed"
+    (thread,) = {(each["pid"], each["tid"]) for each in named(trace, "attend")}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert names[thread] == "kernels" and [each["dur"] for each in named(trace, "product")] == [0.003, 0.003]
+
+
+def test_a_profile_of_the_next_steps_has_kernels_timed_meanwhile(server: LiveServer) -> None:
+    assert not named(server.client.get("/debug/profile?steps=3").json(), "attend")
+    assert named(server.client.get("/debug/profile?steps=3&kernels=true").json(), "attend")
+    assert not server.engine.times_kernels
+    server.client.post("/start_profile")
+    assert named(server.client.get("/debug/profile?steps=3&kernels=true").json(), "attend")
+    assert server.engine.times_kernels, "the other profile goes on"
+    assert named(server.client.post("/stop_profile").json(), "attend") and not server.engine.times_kernels
+
+
 def test_the_route_and_those_of_vllm(start_server: StartServer, server: LiveServer) -> None:
     server.engine.sequences = [LiveSequence("aa-0", 0, "batch", 5, "schedule", {"schedule": 3}, 1, 1, 1, 1, None)]
     trace = server.client.get("/debug/profile?steps=3").json()
     assert trace["displayTimeUnit"] == "ms" and len(trace["traceEvents"]) >= 5
-    for query, status in (("steps=0", 400), ("steps=257", 400), ("steps=x", 400)):
+    for query, status in (("steps=0", 400), ("steps=257", 400), ("steps=x", 400), ("kernels=1", 400)):
         assert server.client.get(f"/debug/profile?{query}").status_code == status
     refused = server.client.post("/stop_profile")
     assert refused.status_code == 400 and "/start_profile" in refused.json()["error"]["message"]
     assert server.client.post("/start_profile").status_code == 200
-    assert "traceEvents" in server.client.post("/stop_profile").json()
+    assert server.engine.times_kernels
+    assert named(server.client.post("/stop_profile").json(), "attend")
+    assert not server.engine.times_kernels
     assert server.client.post("/stop_profile").status_code == 400
     locked = start_server(api_keys=["sk-one"])
     for method, path in (("GET", "/debug/profile"), ("POST", "/start_profile"), ("POST", "/stop_profile")):

@@ -90,7 +90,8 @@ def _stages(result: ProfileResult) -> Section:
     )
     caption = "Milliseconds on the left, shares of the request on the right."
     drawn = Picture("stage-breakdown", "Stages by prompt length", caption, figures.stage_breakdown(result.measured))
-    return _section("Where the time of a request goes", "stages", (text,), tables.stage_table(result), drawn)
+    found = (tables.stage_table(result), *([tables.kernel_table(result)] if result.kernels else []))
+    return Section("Where the time of a request goes", (text,), tables=found, pictures=(drawn,), anchor="stages")
 
 
 def _opportunities(result: ProfileResult) -> Section:

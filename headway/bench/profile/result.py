@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headway.bench.profile.achieved import Achieved, decode_achieved, prefill_achieved
+from headway.bench.profile.kernels import Kernels
 from headway.bench.profile.local_server import Startup
 from headway.bench.profile.model import ProfiledModel
 from headway.bench.profile.stages import STAGES, median_phase, typical_stages
@@ -73,6 +74,7 @@ class ProfileResult:
 
     Args:
         engine_stages: seconds of each stage of the engine's start.
+        kernels: what passes are made of, by prompt length; empty where the server did not tell.
         folder: where the report was written; None before that.
         notes: what a reader must know to trust the numbers.
     """
@@ -85,6 +87,7 @@ class ProfileResult:
     lengths: list[LengthProfile]
     settings: dict[str, Any]
     began_at: str
+    kernels: dict[int, Kernels] = field(default_factory=dict)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
@@ -151,6 +154,7 @@ class ProfileResult:
                 "engine_s": self.engine_stages,
                 "api_process_s": self.startup.api_stages,
             },
+            "kernels": {str(length): passes for length, passes in self.kernels.items()},
             "prompt_lengths": [_length_as_json(each) for each in self.lengths],
             "memory": {str(each.asked_tokens): self.memory_of(each.asked_tokens) for each in self.lengths},
             "opportunities": {

@@ -30,6 +30,7 @@ from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_l
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.profile import tables
+from headway.bench.profile.kernels import Kernels, timed_kernels
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.profile.machine import measure_peaks, read_peaks
 from headway.bench.profile.model import ProfiledModel, find_model
@@ -102,6 +103,7 @@ async def _measure(
         lengths = fitting_lengths(options, server.startup.max_model_len)
         stages, version = await unless_stopped(stop, asyncio.to_thread(_ask, server.startup.url))
         outcome = await _send(options, model, server, lengths, progress, stop)
+        kernels = {} if outcome.interrupted else await _kernels(options, model, server, lengths, progress)
         died = server.died()
     if outcome.interrupted and not _done(outcome):
         raise Interrupted
@@ -127,6 +129,7 @@ async def _measure(
         ],
         settings=_settings(options),
         began_at=began.isoformat(timespec="seconds"),
+        kernels=kernels,
         interrupted=outcome.interrupted,
     )
     result.lengths = [each for each in result.lengths if each.completed or each.failures]
@@ -183,6 +186,17 @@ async def _send(
             progress.console.print(f"{number} of {len(requests)} requests", highlight=False)
 
     return await send_all(server.startup.url, warm_ups, requests, options.request_timeout_s, stop, done)
+
+
+async def _kernels(
+    options: ProfileOptions, model: ProfiledModel, server: LocalServer, lengths: tuple[int, ...], progress: Progress
+) -> dict[int, Kernels]:
+    """One request more of each length, whose kernels are timed."""
+    task = _stage(progress, "timing kernels")
+    _, requests = await asyncio.to_thread(plan_requests, model.folder, lengths, 1, options.output_len, options.seed + 1)
+    found = await asyncio.to_thread(timed_kernels, server.startup.url, requests, options.request_timeout_s)
+    progress.remove_task(task)
+    return found
 
 
 def _stage(progress: Progress, title: str, total: int | None = None) -> TaskID:
@@ -270,6 +284,8 @@ def print_profile(console: Console, result: ProfileResult) -> None:
     """The tables, then what must not be missed, then where the report is."""
     found = [tables.loading_table(result), tables.latency_table(result), tables.stage_table(result)]
     found.append(tables.achieved_table(result))
+    if result.kernels:
+        found.append(tables.kernel_table(result))
     if result.typical is not None:
         found.append(tables.opportunity_table(result.typical))
     for table in found:

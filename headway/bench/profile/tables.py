@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.bench.profile.kernels import KINDS
 from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.bench.report.tables import percentile_cell
@@ -91,6 +92,25 @@ def achieved_table(result: ProfileResult) -> Table:
         left=frozenset({1, 6}),
         note="A whole prompt, and the mean step after it. Floor: FLOPs at the peak rate of products, or weights and "
         "cache at the peak rate of reads, whichever is longer. Above 100 % of a rate: its peak was measured too low.",
+    )
+
+
+def kernel_table(result: ProfileResult) -> Table:
+    """Attention, matrix products and other kernels of a prompt and of the median step after it."""
+    rows = []
+    for length, passes in result.kernels.items():
+        for name, kinds in passes.items():
+            whole = sum(kinds.values()) or 1.0
+            shares = (Cell(number(kinds[kind]), detail=f"{100 * kinds[kind] / whole:.0f} %") for kind in KINDS)
+            first = f"{length:,}" if name == "prefill" else ""
+            rows.append(cells(first, name.replace("_", " "), *shares, number(whole)))
+    return Table(
+        "Kernels, by what they are part of",
+        ("prompt", "pass", "attention", "products", "other", "all"),
+        tuple(rows),
+        left=frozenset({1}),
+        note="Milliseconds of one request more, sent while the server timed each kernel; below it the share. What is "
+        "between kernels is in none of them.",
     )
 
 

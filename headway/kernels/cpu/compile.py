@@ -28,6 +28,7 @@ NUMBA = "0.66", "0.69"
 # A function of more instructions is called: a call costs nothing then, and one large function takes LLVM twice as long.
 _MOST_INLINED = 200
 _loaded: list[Any] = []  # the code lives as long as what has linked it
+names: dict[int, str] = {}  # of what was linked, by address
 _named: contextvars.ContextVar[list[Path] | None] = contextvars.ContextVar("named", default=None)
 # A function that takes the name of a function before it is compiled, or waited for, and the path of its code.
 listener: Callable[[str, Path], None] | None = None
@@ -161,15 +162,18 @@ def address_of(function: Callable[..., None]) -> int:
         named.append(path)
         return 0
     code = read(path.name)
+    name = function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_")
     if code is None:
         if listener is not None:
-            listener(function.__qualname__.partition(".")[0].removesuffix("_job").lstrip("_"), path)
+            listener(name, path)
         with exclusive(path.with_suffix(".lock")):
             code = read(path.name)
             if code is None:
                 code = compile_entry(function)
                 keep(path.name, code)
-    return _link(code)
+    address = _link(code)
+    names[address] = name
+    return address
 
 
 def path_of(make: Callable[[], int]) -> Path:

@@ -29,6 +29,7 @@ from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
     Forbid,
+    KernelTime,
     LayerCache,
     Linear,
     SinkQueries,
@@ -141,6 +142,12 @@ class CpuKernels(FurtherKernels):
             plan = self._plans[group, window] = AttentionPlan(group, window)
         plan.make(step)
         return plan
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels."""
+        if wanted is not None:
+            self._team.time_jobs(wanted)
+        return self._team.times
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""

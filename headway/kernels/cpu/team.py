@@ -16,6 +16,7 @@ import ctypes
 import math
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels.cpu.compile import address_of, callable_of, compiled, external
+from headway.kernels.cpu.compile import address_of, callable_of, compiled, external, names
 from headway.kernels.cpu.simd import (
     add_to,
     call_address,
@@ -56,6 +57,7 @@ _YIELDING_LOOKS = 6000
 # clears one by one.
 _LARGE = 16 << 20
 _CHUNK, _ALIGNMENT = 16 << 20, 64  # bytes that an arena takes of the system at a time, and of a tensor's start
+_MOST_TIMES = 1 << 17  # jobs whose times are kept: of some hundred steps
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
 
@@ -170,6 +172,7 @@ class Team:
         self._arguments_at = offset + _ARGUMENTS_AT
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
+        self._times: deque[tuple[int, int, int]] | None = None
         self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
         self._helpers = [_HelperState() for _ in range(self.threads - 1)]
         for number, helper in enumerate(self._helpers):
@@ -224,6 +227,30 @@ class Team:
         self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result
 
+    def time_jobs(self, wanted: bool) -> None:
+        """Begin to note when each job begins and ends, or end that. What is not wanted costs nothing."""
+        run, run_alone, replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        if wanted:
+            self._times = self._times if self._times is not None else deque(maxlen=_MOST_TIMES)
+            run, run_alone = _timed(run, self._times), _timed(run_alone, self._times)
+            replay = self._replay_one_by_one
+        else:
+            self._times = None
+        self._run, self._run_alone, self._replay = run, run_alone, replay
+
+    @property
+    def times(self) -> list[tuple[str, int, int]]:
+        """The names of jobs, and when each began and ended, by time.monotonic_ns(); the last ones, oldest first."""
+        return [(names[code], began_ns, ended_ns) for code, began_ns, ended_ns in self._times or ()]
+
+    def _replay_one_by_one(self, board: int, program: int, count: int) -> None:
+        """Run the jobs of a program as _replay() does, each in a call of its own."""
+        words = memoryview((ctypes.c_int64 * (count * _ENTRY_WORDS)).from_address(program))
+        arguments = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
+        for together, code, *given in np.frombuffer(words, np.int64).reshape(count, _ENTRY_WORDS).tolist():
+            arguments[:] = given
+            (self._run if together else self._run_alone)(board, code)
+
     def _note(self, together: int, code: int) -> None:
         if self._recorded is not None:
             words = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
@@ -234,6 +261,17 @@ class Team:
             helper.due = True
             if helper.asleep:
                 helper.wanted.set()
+
+
+def _timed(call: Callable[..., None], times: deque[tuple[int, int, int]]) -> Callable[..., None]:
+    """`call`, which runs a job, and notes its code and when it began and ended."""
+
+    def run(board: int, code: int) -> None:
+        began_ns = time.monotonic_ns()
+        call(board, code)
+        times.append((code, began_ns, time.monotonic_ns()))
+
+    return run
 
 
 class Arena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable
@@ -13,8 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from headway import __version__
-from headway.engine.client import EngineDead
-from headway.engine.messages import Explain, Explanation
+from headway.engine.messages import Explain
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
@@ -38,7 +38,7 @@ from headway.server.api.prompts import (
     prompt_ids,
     truncated,
 )
-from headway.server.api.request_body import check_body, query_number
+from headway.server.api.request_body import check_body, query_flag, query_number
 from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
     ChatBody,
@@ -56,12 +56,12 @@ from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.errors import bad_request, unavailable
+from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.live import Live
 from headway.server.metrics.metrics import CONTENT_TYPE
 from headway.server.page.document import page
-from headway.server.profile import profile
+from headway.server.profile import Profiles
 from headway.server.service import Service
 
 BODIES = (
@@ -110,11 +110,10 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        exposition = partial(service.metrics.exposition, bool(service.settings.metrics_keys))
-        self._exposition = Shared(exposition, EXPOSITION_EVERY_S)
+        self._exposition = Shared(lambda: asyncio.ensure_future(self._exposed()), EXPOSITION_EVERY_S)
         self._page = page() if service.settings.pages else None
         self._live = Live(service)
-        self._profiled_since_ns: int | None = None
+        self._profiles = Profiles(service)
 
     def add_to(self, app: FastAPI) -> None:
         add, of_generation, body = partial(responses.add_route, app), responses.EVENT_STREAM, responses.json_body
@@ -143,7 +142,9 @@ class Routes:
         told = {"model": responses.Schedule, **plain}
         add("GET", "/debug/schedule", self.schedule, told, failures, {"parameters": [steps, form]})
         trace = {"content": {"application/json": {"schema": {"type": "object"}}}}
-        add("GET", "/debug/profile", self.profile, trace, failures, {"parameters": [steps]})
+        timed = "Wait for the next steps, and time their kernels."
+        kernels = responses.query("kernels", timed, enum=["true", "false"], default="false")
+        add("GET", "/debug/profile", self.profile, trace, failures, {"parameters": [steps, kernels]})
         add("POST", "/start_profile", self.start_profile, {}, {}, in_schema=False)
         add("POST", "/stop_profile", self.stop_profile, {}, {}, in_schema=False)
         if self._page is not None:
@@ -385,20 +386,13 @@ class Routes:
         """Requests in flight."""
         return _json({"server_load": self._service.in_flight})
 
-    async def _explained(self, steps: int, after_ns: int = 0, sequences: int = 0, parts: bool = False) -> Explanation:
-        """What the engine tells of its last steps. Raises ApiError where it has died."""
-        try:
-            return await self._service.engine.explain(Explain(steps, after_ns, sequences, parts))
-        except EngineDead as error:
-            raise unavailable(str(error), "engine_dead", 5) from None
-
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
         self._service.check_ready()
         steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
         if form not in ("json", "text"):
             raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
-        told = await self._explained(steps)
+        told = await self._service.explained(Explain(steps))
         now = clock()
         decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told.steps]
         if form == "json":
@@ -407,29 +401,28 @@ class Routes:
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def profile(self, request: Request) -> Response:
-        """The last steps and the requests in them as a trace for ui.perfetto.dev."""
-        return await self._profile(query_number(request, "steps", 50, DECISIONS_KEPT))
-
-    async def _profile(self, steps: int, after_ns: int = 0) -> Response:
-        self._service.check_ready()
-        return _json(profile(await self._explained(steps, after_ns, DECISIONS_KEPT, True)))
+        """Steps and the requests in them as a trace for ui.perfetto.dev: the last ones, or the next with kernels."""
+        steps, kernels = query_number(request, "steps", 50, DECISIONS_KEPT), query_flag(request, "kernels")
+        return _json(await (self._profiles.of_next(steps) if kernels else self._profiles.of_last(steps)))
 
     async def start_profile(self) -> Response:
         """Begin a profile, as vLLM does: steps from now on are in what stop_profile answers."""
-        self._service.check_ready()
-        self._profiled_since_ns = clock()
+        await self._profiles.start()
         return _json({"status": "started"})
 
     async def stop_profile(self) -> Response:
         """The trace of the steps since start_profile, of the last ones where they are more than are kept."""
-        since_ns, self._profiled_since_ns = self._profiled_since_ns, None
-        if since_ns is None:
-            raise bad_request("no profile was started; POST /start_profile first, or GET /debug/profile")
-        return await self._profile(DECISIONS_KEPT, since_ns)
+        return _json(await self._profiles.stop())
 
     async def live(self) -> Response:
         """What the engine does now, twice a second, as server-sent events."""
         return self._live.stream()
 
     async def metrics(self) -> Response:
-        return Response(await self._exposition.get(), media_type=CONTENT_TYPE)
+        exposed = await asyncio.shield(await self._exposition.get())  # others wait for it, too
+        return Response(exposed, media_type=CONTENT_TYPE)
+
+    async def _exposed(self) -> bytes:
+        service = self._service
+        await service.look_at_memory()
+        return service.metrics.exposition(bool(service.settings.metrics_keys))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from headway.engine.client import EngineClient
 from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.ledger import Phase
 from headway.server.metrics.families import Families
 
 OTHER = "other"
@@ -50,6 +51,7 @@ class ClassMetrics:
             for key, (name, text) in _HISTOGRAMS.items()
         }
         self._children: dict[tuple[str, str], Histogram] = {}
+        self.spent_ns: dict[tuple[str, str], int] = {}  # label, phase -> time of choices that have ended
         met_or_missed = "Choices by whether they met their objective; `all` means every objective of a choice."
         self._objectives = counter("objectives", met_or_missed, "objective", "result")
         self._refused = counter("requests_refused", "Refused requests, by reason.", "reason")
@@ -86,6 +88,12 @@ class ClassMetrics:
         for objective, met in judged.items():
             result = "met" if met else "missed"
             self._objectives.labels(**self.labels_of(service_class), objective=objective, result=result).inc()
+
+    def spent(self, service_class: str, phases_ns: Mapping[Phase, int]) -> None:
+        """Count the ledger of a choice that has ended."""
+        label, spent_ns = self.label_of(service_class), self.spent_ns
+        for phase, length_ns in phases_ns.items():
+            spent_ns[label, phase] = spent_ns.get((label, phase), 0) + length_ns
 
     def yielded(self, service_class: str, reason: str) -> None:
         """Count a choice that was put behind others and has ended."""
@@ -145,17 +153,20 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ClassGauges:
-    """Gauges of what the engine last said of each class, read when they are scraped."""
+    """What the engine last said of each class, and where the time of its choices went, read when it is scraped."""
 
     families: Families
     metrics: ClassMetrics
     engine: EngineClient
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         stats = self.engine.stats
         running, waiting = ({}, {}) if stats is None else (stats.running_of_class, stats.waiting_of_class)
         yield self._family("class_requests_running", "Choices in the batch, by class.", running)
         yield self._family("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
+        text = "Time of choices that have ended, by class and phase of the ledger."
+        spent = {key: length_ns * NS for key, length_ns in self.metrics.spent_ns.items()}
+        yield self.families.counter("class_request_phase_seconds", text, spent, "service_class", "phase")
 
     def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
         totals = Counts({(each,): 0 for each in self.metrics.names})

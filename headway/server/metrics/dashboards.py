@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.engine.messages import EngineStats, Ready
 from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.telemetry import METRICS
 
 # The share of requests that are to meet all their objectives, by which burn rates are reckoned: a rate of 1 spends the
 # other share just within its period. The pairs of windows and their thresholds are those of Beyer et al., The Site
@@ -57,10 +58,15 @@ class Queries:
         engine = SimpleNamespace(
             stats=EngineStats(0, 0, 0.0), ready=ready, num_waiting=0, restarts=0, hangs=0, pid=os.getpid()
         )
-        families = list(Metrics(prefix, "", engine).registry.collect())
+        metrics = Metrics(prefix, "", engine)
+        metrics.add_clients(lambda: (0, 0))
+        families = list(metrics.registry.collect())
         self.prefix = prefix
-        self.help = {each.name.removeprefix(prefix): each.documentation for each in families}
-        self._kinds = {each.name.removeprefix(prefix): each.type for each in families}
+        told = METRICS.items()  # of which this machine has only some
+        self.help = {name: each.text for name, each in told}
+        self.help |= {each.name.removeprefix(prefix): each.documentation for each in families}
+        self._kinds = {name: each.kind for name, each in told}
+        self._kinds |= {each.name.removeprefix(prefix): each.type for each in families}
 
     def name(self, name: str, kind: str) -> str:
         """The whole name of a metric. Raises ValueError where the server has no such metric of this kind."""
@@ -88,6 +94,12 @@ class Queries:
 
     def ratio(self, part: Query, whole: Query, legend: str) -> Query:
         return Query(f"{part.expr} / {whole.expr}", legend, part.names + whole.names)
+
+    def cores_in_steps(self) -> Query:
+        """How many cores the engine has while it runs steps."""
+        steps = self.name("step_duration_seconds", "histogram")
+        took = Query(f"sum(rate({steps}_sum{{{SELECTED}}}[{RATE}]))", "", ("step_duration_seconds",))
+        return self.ratio(self.rate("engine_cpu_seconds"), took, "cores")
 
     def missed(self, by: str, window: str = RATE) -> Query:
         """The share of choices that missed an objective; 0 where none did, for which there is no series yet."""
@@ -121,6 +133,7 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
                 ],
             ),
             Panel("Waiting for work of others", "s", [of.rate("stall_seconds", "cause")]),
+            Panel("Choices in each phase of the ledger", "short", [of.rate("class_request_phase_seconds", "phase")]),
         ],
         "Objectives": [
             Panel(
@@ -147,6 +160,7 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
             ),
             Panel("Ends by reason", "reqps", [of.rate("request_success", "finished_reason")]),
             Panel("Rejections by reason", "reqps", [of.rate("class_requests_refused", "reason")]),
+            Panel("Answers that clients do not take", "bytes", [of.gauge("clients_unread_bytes", legend="not taken")]),
         ],
         "KV cache": [
             Panel("In use", "bytes", [of.gauge("kv_cache_used_bytes", legend="in use")]),
@@ -199,10 +213,57 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
                 "short",
                 [of.rate("engine_cpu_seconds", legend="cores"), of.rate("engine_page_faults", "kind")],
             ),
+            Panel("Engine: cores in use while steps run", "short", [of.cores_in_steps()]),
             Panel(
                 "Memory of the engine", "bytes", [of.gauge("engine_resident_memory_bytes", legend="resident memory")]
             ),
             Panel("Restarts of the engine", "short", [of.gauge("engine_restarts", legend="restarts")]),
+            Panel(
+                "Engine: memory of its allocators",
+                "bytes",
+                [of.gauge("engine_allocator_bytes", "allocator, state", "{{allocator}} {{state}}")],
+            ),
+        ],
+        "Machine": [
+            Panel(
+                "Kept from a core: seconds a second",
+                "s",
+                [
+                    of.rate("engine_throttled_seconds", legend="engine, by its quota"),
+                    of.rate("engine_run_delay_seconds", legend="threads of the engine, by others"),
+                    of.rate("machine_cpu_steal_seconds", legend="cores, by other machines of the host"),
+                ],
+            ),
+            Panel("Frequency of the cores", "hertz", [of.gauge("machine_cpu_frequency_hertz", "of")]),
+            Panel(
+                "Engine: switches and moves of threads a second",
+                "short",
+                [of.rate("engine_context_switches", "kind"), of.rate("engine_migrations", legend="migrations")],
+            ),
+            Panel(
+                "Engine: instructions a cycle",
+                "short",
+                [of.ratio(of.rate("engine_instructions"), of.rate("engine_cycles"), "instructions")],
+            ),
+            Panel("Engine: cache misses a second", "short", [of.rate("engine_cache_misses", legend="misses")]),
+            Panel(
+                "Power",
+                "watt",
+                [of.rate("machine_energy_joules", "domain"), of.gauge("gpu_power_watts", "gpu", "GPU {{gpu}}")],
+            ),
+            Panel(
+                "Generated tokens a joule",
+                "short",
+                [
+                    of.ratio(of.rate("generation_tokens"), of.rate("machine_energy_joules"), "processors, memory"),
+                    of.ratio(of.rate("generation_tokens"), of.rate("gpu_energy_joules"), "GPUs"),
+                ],
+            ),
+            Panel("GPU: share of the time with a kernel", "percentunit", [of.gauge("gpu_utilization_ratio", "gpu")]),
+            Panel("GPU: memory", "bytes", [of.gauge("gpu_memory_used_bytes", "gpu")]),
+            Panel("GPU: clocks", "hertz", [of.gauge("gpu_clock_hertz", "gpu, clock", "{{gpu}} {{clock}}")]),
+            Panel("GPU: what holds its clocks down", "short", [of.gauge("gpu_clocks_limited", "reason")]),
+            Panel("GPU: temperature", "celsius", [of.gauge("gpu_temperature_celsius", "gpu")]),
         ],
     }
 
@@ -344,7 +405,7 @@ def alerts(of: Queries) -> list[Alert]:
             "15m",
             "ticket",
             "Steps take much longer or shorter than predicted, so promises are not kept",
-            "The machine may be throttled or shared; compare processor time and the duration of steps.",
+            "The machine may be throttled or shared; the dashboard's row Machine tells by whom.",
         ),
     ]
     return found

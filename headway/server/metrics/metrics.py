@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from headway.engine.messages import EngineStats, Ready, SequenceTimings
 from headway.policy.step.ledger import DECODE_STALLS, QUEUE_PHASES, Phase
@@ -22,9 +22,10 @@ from headway.server.metrics.classes import ClassMetrics
 from headway.server.metrics.families import Families
 from headway.server.metrics.memory import MemoryMetrics
 from headway.server.metrics.process import EngineProcessMetrics
+from headway.server.metrics.telemetry import Telemetry
 from headway.server.metrics.tenants import TenantMetrics
 from headway.server.quotas import TenantQuotas
-from headway.server.timings import Stamps
+from headway.server.timings import ChoiceTimings, Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 FINE_SECONDS = tuple(round(m * 10.0**e, 7) for e in range(-5, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
@@ -62,6 +63,20 @@ class _Sums:
             yield self.families.counter(name, text, value())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Backlog:
+    """The clients that are behind, looked at when they are scraped."""
+
+    families: Families
+    backlog: Callable[[], tuple[int, int]]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        behind, unread = self.backlog()
+        text = "Clients that have more than 8 KiB of what was sent yet to take."
+        yield self.families.gauge("clients_behind", text, behind)
+        yield self.families.gauge("clients_unread_bytes", "Bytes that these clients have yet to take.", unread)
+
+
 class Metrics:
     """All metrics of one server, in a registry of their own.
 
@@ -85,6 +100,8 @@ class Metrics:
         self._steps: list[EngineStats] = []  # steps that are not counted yet
         ProcessCollector(registry=self.registry)
         EngineProcessMetrics(self.registry, self.families, lambda: engine.pid)
+        self.allocators: Mapping[str, int] = {}  # bytes that the engine's hold, by allocator and state, as it last said
+        Telemetry(self.registry, self.families, engine, lambda: self.allocators)
 
     def _gauges(self, engine: Any) -> None:
         def of_stats(name: str) -> Callable[[], float]:
@@ -210,6 +227,10 @@ class Metrics:
         """Have metrics of tenants from now on."""
         self.by_tenant = TenantMetrics(self._of_tenants, self.families, quotas)
 
+    def add_clients(self, backlog: Callable[[], tuple[int, int]]) -> None:
+        """Have metrics of the clients that are behind from now on: how many, and what they have yet to take."""
+        self.registry.register(_Backlog(self.families, backlog))
+
     def add_encoder(self, encoder: Encoder) -> None:
         """Have metrics of the tokenizer's queue from now on."""
         self._gauge("tokenizer_waiting_chars", "Characters that wait to be tokenized.", lambda: encoder.work.waiting)
@@ -320,6 +341,8 @@ class Metrics:
     ) -> None:
         self._success.labels(*self._labels, reason).inc()
         name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
+        if timings is not None:
+            self.by_class.spent(name, ChoiceTimings(stamps, timings, num_tokens).ledger.phases_ns)
         if timings is not None and timings.yielded:
             self.by_class.yielded(name, timings.yielded)
         if timings is not None and timings.passed_over and self.by_tenant is not None:

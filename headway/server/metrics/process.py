@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -24,14 +25,32 @@ class EngineProcessMetrics:
         registry.register(self)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Metrics from /proc/PID/stat. Fields are numbered as in proc(5); the third follows the name in parentheses."""
-        try:
-            fields = Path(f"/proc/{self._pid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
+        """Metrics from /proc/PID/stat."""
+        if (used := used_by(self._pid())) is None:
             return
-        minor, major, user, system, pages = (int(fields[number - 3]) for number in (10, 12, 14, 15, 24))
-        seconds, resident = (user + system) / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
-        gauge, counter, faults = self._families.gauge, self._families.counter, {("minor",): minor, ("major",): major}
-        yield counter("engine_cpu_seconds", "Processor time of the engine process.", seconds)
-        yield gauge("engine_resident_memory_bytes", "Resident memory of the engine process.", resident)
+        gauge, counter = self._families.gauge, self._families.counter
+        faults = {("minor",): used.minor_faults, ("major",): used.major_faults}
+        yield counter("engine_cpu_seconds", "Processor time of the engine process.", used.cpu_seconds)
+        yield gauge("engine_resident_memory_bytes", "Resident memory of the engine process.", used.resident_bytes)
         yield counter("engine_page_faults", "Page faults of the engine process.", faults, "kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a process has used since its start."""
+
+    cpu_seconds: float
+    resident_bytes: int
+    minor_faults: int
+    major_faults: int
+
+
+def used_by(pid: int | None) -> Used | None:
+    """What a process has used; None where there is no such process, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Fields are numbered as in proc(5); the third follows the name in parentheses.
+    minor, major, user, system, pages = (int(fields[number - 3]) for number in (10, 12, 14, 15, 24))
+    return Used((user + system) / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE"), minor, major)

@@ -1,10 +1,10 @@
 // Live: what the server does now. One stream of looks at the engine, drawn on canvases, each with a caption that says the
 // same in words. The server looks only while somebody watches, so leaving the view ends the stream.
 
-const WINDOWS_MS = [2000, 5000, 10000, 20000], WINDOW_MS = 20000, MOST_ROWS = 40, MOST_ENDED = 500, ROW = 13;
+const WINDOWS_MS = [2000, 5000, 10000, 20000], WINDOW_MS = 20000, MOST_ROWS = 40, MOST_ENDED = 500, ROW = 13, CORES_LOOKS = 11;
 
 let watching = null, paused = false;
-let rows = new Map(), ended = [], steps = [], about = {}, latest = null, offset = 0;
+let rows = new Map(), ended = [], steps = [], looks = [], about = {}, latest = null, offset = 0;
 
 async function watch() {
   if (watching) return;
@@ -29,16 +29,23 @@ function stopWatching() {
 }
 
 function take(look) {
-  if (look.about) about = look.about;
   const ahead = look.at_ms - performance.now(); // of the page's clock; a look that came late must not turn time back
   offset = latest ? Math.max(offset - 0.5, ahead) : ahead;
   say("live-said", paused ? "Paused" : look.state === "ready" ? "Live" : `The engine is ${look.state}`);
+  gather(look);
+  if (!paused) showLook();
+}
+
+const nowMs = () => (playing ? playing.now() : performance.now() + offset); // on the engine's clock
+
+function gather(look) {
+  if (look.about) about = look.about;
   for (const each of look.sequences) grow(each, look.at_ms);
   for (const each of look.ended) close(each);
   steps = [...steps, ...look.steps].slice(-120);
+  looks = [...looks, { cpu: look.engine_cpu_ms, steps: look.steps_ms }].slice(-CORES_LOOKS);
   for (const [id, row] of rows) if (row.to < look.at_ms - WINDOW_MS) rows.delete(id);
   latest = look;
-  if (!paused) showLook();
 }
 
 // --- timelines ---------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ function surface(id, height) {
 }
 
 function drawTimelines() {
-  const now = performance.now() + offset, all = [...rows.values()].sort((a, b) => a.from - b.from);
+  const now = nowMs(), all = [...rows.values()].sort((a, b) => a.from - b.from);
   const shown = all.slice(-MOST_ROWS), narrow = $("timelines").clientWidth < 500, left = narrow ? 58 : 120;
   const [context, width] = surface("timelines", Math.max(6, shown.length) * ROW + 16);
   const oldest = shown.length ? now - shown[0].from : 0, span = WINDOWS_MS.find((each) => each >= oldest) || WINDOW_MS;
@@ -173,16 +180,23 @@ function drawBlocks() {
 
 // --- words -------------------------------------------------------------------------------------------
 
+// Processor time of the engine / time of its steps: with a core for each thread about the threads, and less where it lacks them.
+function coresOfSteps() {
+  const first = looks[0], last = looks[looks.length - 1], took = last.steps - first.steps;
+  return took >= 100 && last.cpu !== null && last.cpu >= first.cpu ? (last.cpu - first.cpu) / took : null;
+}
+
 const quantile = (values, at) => values[Math.min(values.length - 1, Math.floor(values.length * at))];
 
 function tell() {
   const spans = steps.length > 1 ? latest.at_ms - steps[0].at_ms : 0, recent = steps.filter((each) => each.at_ms > latest.at_ms - 5000);
   const rate = recent.length > 1 ? (1000 * sum(recent.map((each) => each.decoding))) / Math.max(latest.at_ms - recent[0].at_ms, 1) : 0;
-  const ttft = ended.filter((each) => each.ttft_ms !== null).map((each) => each.ttft_ms).sort((a, b) => a - b);
+  const cores = coresOfSteps(), ttft = ended.filter((each) => each.ttft_ms !== null).map((each) => each.ttft_ms).sort((a, b) => a - b);
   const figures = {
     running: latest.running, waiting: latest.waiting, "decoded tokens/s": spans ? Math.round(rate) : 0,
     "KV in use": share(latest.used_blocks / (about.blocks || 1)),
     "TTFT P50": ttft.length ? ms(quantile(ttft, 0.5)) : "–", "TTFT P99": ttft.length ? ms(quantile(ttft, 0.99)) : "–",
+    "cores in steps": cores === null ? "–" : cores.toFixed(2), "clients behind": latest.clients_behind ?? "–",
   };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const pair = element("div");
@@ -197,7 +211,8 @@ function tell() {
   $("phases").replaceChildren(...[...groups].map(([colour, names]) => legendEntry(colour, names.join(", "))));
   const more = latest.running + latest.waiting - latest.sequences.length;
   $("timelines-said").textContent = `The last ${WINDOW_MS / 1000} seconds: ${latest.running} running, ${latest.waiting} waiting`
-    + (more > 0 ? `; of these, ${more} are not shown` : "") + `; ${ended.length} have ended since this page watches.`;
+    + (more > 0 ? `; of these, ${more} are not shown` : "") + `; ${ended.length} have ended since this page watches.`
+    + (latest.clients_behind ? ` ${counted(latest.clients_behind, "client")} behind: ${kib(latest.unread_bytes)} of answers are not taken.` : "");
   tellSlowest();
   tellSteps();
   const used = latest.used_blocks, free = (about.blocks || 0) - used - latest.cached_blocks;
@@ -268,6 +283,7 @@ function tellTables() {
       slackCell(slack.length ? Math.min(...slack) : null), [over.length ? `${share(over.filter((one) => one.met).length / over.length)} of ${over.length}` : "–"]];
   }));
 }
+const kib = (bytes) => `${Math.round(bytes / 1024)} KiB`;
 const signed = (value) => (value < 0 ? `−${ms(-value)}` : ms(value));
 
 function showLook() {
@@ -282,7 +298,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 let drawn = 0;
 function move(at) {
   requestAnimationFrame(move);
-  if (paused || still.matches || !watching || !latest || at - drawn < 60) return;
+  if (paused || still.matches || !(watching || playing) || !latest || at - drawn < 60) return;
   drawn = at;
   drawTimelines();
 }
@@ -291,13 +307,13 @@ $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", paused);
   $("pause").textContent = paused ? "Continue" : "Pause";
-  say("live-said", paused ? "Paused" : "Live");
+  say("live-said", paused ? "Paused" : playing ? "Recorded" : "Live");
+  if (playing) playing.settle();
 });
 window.addEventListener("resize", () => latest && !$("live").hidden && showLook());
 document.addEventListener("visibilitychange", () => {
-  if (!model || location.hash !== "#live") return;
+  if (!model || playing || location.hash !== "#live") return;
   if (document.hidden) stopWatching();
   else watch();
 });
 requestAnimationFrame(move);
-enter();

@@ -123,7 +123,7 @@ async function* eventsOf(answer) {
 
 // --- the views ---------------------------------------------------------------------------------------
 
-let model = "";
+let model = "", playing = null; // what plays a recording in place of a server
 
 async function enter() {
   try {
@@ -152,4 +152,4 @@ function show() {
   else stopWatching();
 }
 
-window.addEventListener("hashchange", () => { if (model) show(); });
+window.addEventListener("hashchange", () => { if (model && !playing) show(); });

@@ -406,3 +406,21 @@ def test_a_stopped_engine_is_replaced_and_a_server_with_one_ends(folder: Path) -
         assert time.monotonic() - began < 20
     finally:
         live.close()
+
+
+def test_kernels_of_the_next_steps_can_be_timed(live: Live) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.complete, prompt="x", max_tokens=400, **GREEDY)
+        eventually(lambda: live.metric("num_requests_running") == 1)
+        trace = live.http.get("/debug/profile?steps=20&kernels=true").json()["traceEvents"]
+        answer.result()
+    steps = [each for each in trace if each["name"] == "step"]
+    passes = [each for each in trace if each["name"] == "forward pass"]
+    assert len(steps) == len(passes) == 20
+    timed = [each for each in steps if "products_ms" in each["args"]]
+    assert len(timed) >= 18  # a step may have run while the first was asked for
+    for step in timed:
+        kinds = [step["args"][f"{kind}_ms"] for kind in ("attention", "products", "other")]
+        assert all(length > 0 for length in kinds) and sum(kinds) * 1e3 <= step["dur"]
+    after = live.http.get("/debug/profile?steps=5").json()["traceEvents"]
+    assert not [each for each in after if each["name"] == "attend"]

@@ -23,6 +23,7 @@ from headway.bundled import STORY
 from headway.calibration.machine import processor_name
 from headway.calibration.store import save
 from headway.server.metrics.dashboards import dashboard, rules
+from headway.server.metrics.telemetry import METRICS
 from tests.calibration.machines import a_machine
 from tests.server.live.test_live_engine import Live
 from tests.server.live_server import eventually
@@ -41,12 +42,12 @@ OPTIONS = [
 
 
 class Prometheus:
-    """A server that scrapes another one twice a second."""
+    """A server that scrapes another one each second."""
 
     def __init__(self, folder: Path, target: str) -> None:
         (folder / "headway-rules.yml").write_text(rules("headway:"))
         config = {
-            "global": {"scrape_interval": "500ms", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": ["headway-rules.yml"],
             "scrape_configs": [{"job_name": "headway", "static_configs": [{"targets": [target]}]}],
         }
@@ -108,12 +109,21 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def test_no_panel_is_empty(prometheus: Prometheus) -> None:
-    empty = []
+    empty, there = (
+        [],
+        {
+            each["metric"]["source"]: float(each["value"][1])
+            for each in prometheus.ask("query", query="headway:telemetry_available")["result"]
+        },
+    )
+    assert there["steal"] and there["status"], "what each Linux tells"
     for panel in json.loads(dashboard("headway:"))["panels"]:
         for target in panel.get("targets", ()):
             expr = target["expr"].replace("$__rate_interval", f"{LOAD_S:.0f}s").replace("$model", ".*")
             found = prometheus.ask("query", query=expr)["result"]
-            if not [each for each in found if math.isfinite(float(each["value"][1]))]:
+            sources = {told.source for name, told in METRICS.items() if f"headway:{name}" in expr}
+            is_told = all(there[each] for each in sources)
+            if is_told != any(math.isfinite(float(each["value"][1])) for each in found):
                 empty.append(f"{panel['title']}: {target['legendFormat']}: {expr}")
     assert not empty, "\n".join(empty)
 
