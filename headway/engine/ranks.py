@@ -29,7 +29,7 @@ from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Kernels, KernelTime
 from headway.models.config import ModelConfig
 from headway.models.sharding import part_of
 from headway.policy.step.plan import StepPlan
@@ -314,6 +314,10 @@ class RankedExecutor:
         except BaseException:
             self._followers.settle()
             raise
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Executor; those of this process."""
+        return self._runner.timed(wanted)
 
     def forget(self, seq_id: int) -> None:
         """See Executor."""

@@ -21,7 +21,8 @@ from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
 from headway.server.aside import Aside
 from headway.server.door import Door
-from headway.server.edge.connection import Connection, backlog
+from headway.server.edge.behind import backlog
+from headway.server.edge.connection import Connection
 from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.ended import Ended

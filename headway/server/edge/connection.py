@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
 import struct
-import termios
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -47,8 +45,6 @@ LINGER_S, LINGER_TLS_S, LINGER_AT_END_S = 30.0, 2.0, 0.5
 # long the server waits for one that cannot be asked.
 ASK_AFTER_S, ASK_AGAIN_S, UNASKED_S = 0.1, 1.0, 10.0
 _TCP_CLOSE = 7
-# A client that has so many bytes to take is behind; fewer are on their way, also over a long one.
-BEHIND = 8 * 2**10
 logger = logging.getLogger("headway.server")
 
 
@@ -147,16 +143,6 @@ class Connection(HttpToolsProtocol):
         with contextlib.suppress(OSError), self._same_socket() as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes of answers that were sent, and that the client's machine has yet to take (SIOCOUTQ, tcp(7))."""
-        if (transport := self.transport) is None or transport.is_closing():
-            return 0
-        with contextlib.suppress(OSError):
-            found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-            return int(struct.unpack("i", found)[0]) + transport.get_write_buffer_size()
-        return 0
 
     def _same_socket(self) -> socket.socket:
         return socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
@@ -496,9 +482,3 @@ class Connection(HttpToolsProtocol):
                     code="request_timeout",
                 )
             )
-
-
-def backlog(connections: Iterable[Connection]) -> tuple[int, int]:
-    """How many clients are behind, and the bytes that these have yet to take."""
-    behind = [unread for each in list(connections) if (unread := each.unread_bytes) > BEHIND]
-    return len(behind), sum(behind)
