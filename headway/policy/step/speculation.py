@@ -32,7 +32,7 @@ ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GAIN, _FURTHER_GAIN = 1.1, 1.03  # least gains in tokens per second: for drafts at all, and for more rows of them
 _GROWTH = 2  # most multiple of the rows that were measured
 _LOSS = 0.004  # share of the time that drafts may lose as far as that is seen: what they leave in caches costs more
-_CREDIT_AT_START, _MOST_CREDIT = 2.0, 5.0  # in steps without drafts
+_CREDIT_AT_START, _MOST_CREDIT = 1.8, 5.0  # in steps without drafts
 _CREDIT_OF_MODELS = 6.0  # the same more, as passes of a draft model have to be paid before anything is known of it
 # After so many steps some are left alone, so that it stays known what they take then. The first of these still find the
 # caches full of other numbers; of a long rest, not all are looked at.
@@ -40,8 +40,8 @@ _PLAIN_EVERY, _PLAIN_STEPS, _SETTLING = 192, 6, 2
 _UNKNOWN_EVERY, _FIRST_AFTER = 48, 16  # the same where that is not known of so many sequences, or of any
 _LOOKED_AT, _SELDOM = 8, 32
 _MEMORY_ALONE = 32
-# How much a step without drafts may differ from one that was left alone, as a share, so that it counts no further: more
-# comes from others who use the machine. Behind one with drafts, it may differ more.
+# How much longer steps without drafts may take than those that were left alone, as a share, so that it counts no
+# further: more comes from others who use the machine. They do not take less. Right behind drafts, one may differ more.
 _EXCESS, _BEHIND_DRAFTS = 0.06, 0.5
 
 
@@ -78,6 +78,7 @@ class Speculation:
         self._step_time = step_time
         self._times, self._rates = RowTimes(), HitRates()
         self._alone = RowTimes(_MEMORY_ALONE)  # the times of steps that were left alone
+        self._looking = RowTimes(_MEMORY_ALONE)  # those of others without drafts
         self._standing: Mapping[int, Proposal] = {}
         self._credit_ns = 0.0  # what may be lost
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
@@ -128,13 +129,15 @@ class Speculation:
         self._busy += not rested
         behind_drafts = had_drafted and not drafted
         counted = 0.0 if rested or behind_drafts else self._times.observe(rows, took_ns)
+        if counted and not drafted:
+            self._looking.observe(sequences, took_ns)
         plain = self._known_plain_ns(sequences)
         if plain is None:
             return
-        if rested or behind_drafts:
-            counted = _near(float(took_ns), plain, _BEHIND_DRAFTS if behind_drafts else _EXCESS)
-        elif counted and not drafted:
-            counted = _near(counted, plain, _EXCESS)
+        if behind_drafts:
+            counted = _near(float(took_ns), plain, _BEHIND_DRAFTS)
+        elif rested or (counted and not drafted):
+            counted = max(plain, _near(self._looking.known_ns(sequences) or plain, plain, _EXCESS))
         elif not counted:
             self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
