@@ -17,14 +17,15 @@ from headway.kernels.cpu.memory import LargePages
 from headway.models.checkpoint import Checkpoint
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import Decoder
+from headway.models.folder import resolve_model
 from headway.models.loading import load_model
 from headway.models.sharding import part_of
 from tests.engine.models import write_config
 from tests.kernels.test_cpu_linear import relative_error
-from tests.models import tiny
+from tests.models import gguf_files, tiny
 from tests.models.paging import EXECUTIONS, whole
 from tests.models.ranks import of_parts
-from tests.models.test_gguf import ROUNDING
+from tests.models.test_gguf import ROUNDING, WIDE, mixed
 from tests.models.test_grouped_checkpoints import FORMATS
 from tests.models.test_grouped_checkpoints import save as save_packed
 
@@ -205,3 +206,12 @@ def test_groups_that_are_longer_than_a_part_are_cut(tmp_path: Path) -> None:
     save_packed(tmp_path, FORMATS["awq"], "qwen2")
     first, *_ = of_parts(tmp_path, 2, lambda decoder: whole(decoder, PROMPTS))
     assert relative_error(torch.cat(first), torch.cat(whole(one_rank(tmp_path), PROMPTS))) < ROUNDING
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks of 256 numbers have scales for 16 or 32, between which parts end."""
+    monkeypatch.setattr("headway.models.gguf.config.cache_folder", lambda: tmp_path / "cache")
+    gguf_files.write(tmp_path / "model.gguf", tiny.build("llama", **WIDE), mixed)
+    folder = resolve_model(str(tmp_path / "model.gguf"))
+    first, *_ = of_parts(folder, 2, lambda decoder: whole(decoder, PROMPTS))
+    assert relative_error(torch.cat(first), torch.cat(whole(one_rank(folder), PROMPTS))) < ROUNDING
