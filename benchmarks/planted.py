@@ -137,7 +137,7 @@ HEALTHY = Problem("none", "nothing but the chats", ())
 PROBLEMS = (
     Problem("noisy-neighbour", "24 clients of class crawler take turns in 8 seats", _asking(24, "crawler", 60, 100)),
     Problem("long-prompts", "two clients send prompts of 850 tokens", _asking(2, "crawler", 850, 1)),
-    Problem("thrashing-kv", "six answers of 600 tokens outgrow a KV cache of 2,000", _asking(6, "crawler", 20, 600)),
+    Problem("thrashing-kv", "six answers of 900 tokens outgrow a KV cache of 2,000", _asking(6, "crawler", 20, 900)),
     Problem(
         "slow-client",
         "three clients take 320 bytes of an answer a second, and give up after six",

@@ -92,9 +92,7 @@ def table(rounds: Rounds) -> str:
             cells = [spread(base.median, base.low, base.high)]
             for name in names[1:]:
                 row = rounds.compared(load, name, key, OFF)
-                changes = [
-                    None if ratio is None else 100 / ratio - 100 for ratio in (row.ratio, row.ratio_high, row.ratio_low)
-                ]
+                changes = [100 / ratio - 100 if ratio else None for ratio in (row.ratio, row.ratio_high, row.ratio_low)]
                 cells.append(_change(*changes))
             lines.append(f"| {title} | {' | '.join(cells)} |")
         lines.append("")
@@ -129,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
             stack.enter_context(running(name, sys.executable, settings, "headway", flags_of(name, address)))
             for name in CONTESTANTS
         ]
-        opening = Load("opening", 32, 8, prompts=64, streams=arguments.streams)
+        opening = Load("opening", arguments.input_len, arguments.output_len, prompts=64, streams=arguments.streams)
         for server in order:
             losses.attempt(server.name, partial(opened, HEADWAY, server, opening, tokenizer, arguments.output_len))
         for number_of_round in range(1, arguments.rounds + 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import msgspec
@@ -59,8 +60,14 @@ def page_of(recordings: Sequence[Recording], since_s: float = 0.0, until_s: floa
         )
     if not looks:
         raise ValueError("nothing happened between --from and --to; choose another part")
-    told = {"model": recordings[-1].engine.model, "looks": looks}
+    told = {"model": name_of(recordings[-1]), "looks": looks}
     return page(msgspec.json.encode(told)).html.encode()
+
+
+def name_of(recording: Recording) -> str:
+    """What the model was called; a folder goes by its last part."""
+    model = recording.engine.model
+    return Path(model).name if Path(model).is_absolute() else model
 
 
 def _times(recording: Recording) -> Iterator[int]:

@@ -102,6 +102,9 @@ def test_what_is_recorded_cannot_end_the_script_that_holds_it(recorded: Recorded
     recording.engine.model = "</script><b>x"
     page = replay.page_of([recording])
     assert b"<b>x" not in page and looks_in(page)
+    recording.engine.model = "/home/agatha/models/qwen"
+    page = replay.page_of([recording])
+    assert b'"model":"qwen"' in page and b"agatha" not in page
 
 
 @pytest.fixture

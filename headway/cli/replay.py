@@ -30,6 +30,7 @@ def replay(
     """
     require_engine()
     from headway.files import write_files
+    from headway.replay import name_of, page_of
     from headway.simulator.recording import read_recordings
     from headway.simulator.replay import DifferentStep
     from headway.simulator.replay import replay as again
@@ -39,13 +40,11 @@ def replay(
     try:
         recordings = read_recordings(recording)
         if page is not None:
-            from headway.replay import page_of
-
             write_files({page: page_of(recordings, since, until)})
             print(page)
             return
         for number, each in enumerate(recordings, start=1):
-            print(f"{each.engine.model}, engine {number}: {again(each):,} steps, decided as they were recorded")
+            print(f"{name_of(each)}, engine {number}: {again(each):,} steps, decided as they were recorded")
     except DifferentStep as error:
         print(f"step {error.number} is decided otherwise by this version: {error}")
         raise typer.Exit(1) from None

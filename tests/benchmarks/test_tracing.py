@@ -32,6 +32,13 @@ def test_changes_are_of_medians_and_their_range_of_rounds() -> None:
     assert row == "| output tokens/s | 150 (100 .. 200) | +0.0 % (-5.0 .. +0.0) |"
 
 
+def test_a_value_of_0_has_no_change() -> None:
+    rounds = Rounds()
+    for name, value in ((tracing.OFF, 0.0), ("1 %", 2.0)):
+        rounds.add("8 streams", name, dict.fromkeys(tracing.MEASURES, value))
+    assert tracing.table(rounds).splitlines()[2] == "| output tokens/s | 0.00 | - |"
+
+
 @pytest.mark.parametrize("given", [["--rounds", "0"], ["--rate", "-1"], ["--output-len", "1"]])
 def test_bad_input_is_refused(given: list[str]) -> None:
     with pytest.raises(SystemExit):

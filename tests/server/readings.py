@@ -90,8 +90,9 @@ def of_page(page: Browser) -> Reading:
 
 
 def of_queries(answers: Mapping[str, list[Any]]) -> Reading:
-    """Reads the panels, whose queries Prometheus has answered: results by the panel's title."""
-    amounts = {each["metric"]["phase"]: float(each["value"][1]) for each in answers[PHASES]}
+    """Reads what panels show of class chat. Prometheus has answered their queries: results by the panel's title."""
+    mine = [each for each in answers[PHASES] if each["metric"]["service_class"] == "chat"]
+    amounts = {each["metric"]["phase"]: float(each["value"][1]) for each in mine}
     total = sum(each for each in amounts.values() if math.isfinite(each)) or 1.0
     (cores,), (unread,) = ([float(each["value"][1]) for each in answers[title]] for title in (CORES, UNREAD))
     return Reading(unread, cores, {phase: amount / total for phase, amount in amounts.items()})

@@ -133,7 +133,11 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
                 ],
             ),
             Panel("Waiting for work of others", "s", [of.rate("stall_seconds", "cause")]),
-            Panel("Choices in each phase of the ledger", "short", [of.rate("class_request_phase_seconds", "phase")]),
+            Panel(
+                "Choices in each phase of the ledger",
+                "short",
+                [of.rate("class_request_phase_seconds", f"{by}, phase", "{{service_class}}: {{phase}}")],
+            ),
         ],
         "Objectives": [
             Panel(
