@@ -98,11 +98,10 @@ def _row(trial: Trial) -> str:
 
 def _remains(options: TuneOptions, found: Tuned) -> Iterator[str]:
     yield f"It ended because {found.why}."
-    distance = math.exp(_loss(found.after))
-    if meets(found.after, options.claims.attainment):
-        yield f"The objectives are met; the slowest quarter takes {distance:.2f} of the allowed time."
-    else:
-        yield f"The slowest quarter of the requests still takes {distance:.2f} times the allowed time."
+    missed = 1 - fmean(run["attainment"] for run in found.after)
+    if not meets(found.after, options.claims.attainment):
+        yield f"{missed:.1%} of the requests miss an objective; at most {1 - options.claims.attainment:.1%} may."
+    yield f"On average, the slowest quarter takes {math.exp(_loss(found.after)):.2f} of the allowed time."
     shares: dict[str, float] = {}
     for run in found.after:
         for name, share in run["slowest"].items():
@@ -110,7 +109,7 @@ def _remains(options: TuneOptions, found: Tuned) -> Iterator[str]:
     if shares:
         most = sorted(shares.items(), key=lambda pair: -pair[1])[:3]
         yield f"Most of its time is {', '.join(f'{name} ({share:.0%})' for name, share in most)}."
-    for each in found.left[:3]:
+    for each in [each for each in found.left if each.high > 1.0][:3]:
         yield f"Not tried: `{each.change.typed}`, predicted {each.times:.2f} ({each.low:.2f} to {each.high:.2f})."
     yield "Weights, hardware and parallel sizes are not tried: `headway plan levers` ranks them."
 
