@@ -12,15 +12,8 @@ from headway.engine.config import EngineConfig
 from headway.engine.libraries import load_libraries
 from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
-from headway.llm.requests import (
-    BeamSearchParams,
-    Collector,
-    CompletionOutput,
-    Front,
-    Message,
-    PromptType,
-    RequestOutput,
-)
+from headway.llm.beams import BeamSearchParams
+from headway.llm.requests import Collector, CompletionOutput, Front, Message, PromptType, RequestOutput
 from headway.llm.vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,

@@ -1,8 +1,9 @@
-"""Operations that only some models have: experts, heads with matrices, gates, soft caps and recurrent layers."""
+"""Operations that only some models or steps have: experts, heads with matrices, recurrent layers, drafts, ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,14 +12,29 @@ from torch import Tensor
 from headway.kernels.cpu import experts as cpu_experts
 from headway.kernels.cpu import recurrent as cpu_recurrent
 from headway.kernels.cpu import rows as cpu_rows
+from headway.kernels.cpu import sampling as cpu_sampling
 from headway.kernels.cpu.choice import Choice
 from headway.kernels.cpu.experts import HeadPlan, PackedHeads
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import KINDS
 from headway.kernels.cpu.team import Team
-from headway.kernels.interface import HeadLinear, LayerState, Mixture, RoutingCounts, StepGeometry, check_heads
+from headway.kernels.interface import (
+    Forbid,
+    HeadLinear,
+    KernelTime,
+    LayerState,
+    Mixture,
+    RoutingCounts,
+    StepGeometry,
+    check_heads,
+)
+from headway.kernels.reference import forbid
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
+
+if TYPE_CHECKING:
+    from headway.kernels.cpu.rank_board import RankBoard
+    from headway.kernels.cpu.ranks import CpuRanks
 
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 SCATTERED = 16
@@ -156,6 +172,35 @@ class FurtherKernels:
         code = cpu_experts.route_job(KINDS[logits.dtype])
         self._team.share(code, cpu_experts.ROUTE, rows, SCATTERED * logits.numel(), arguments)
         return chosen, weights
+
+    @property
+    def forbid(self) -> Forbid:
+        """For a sampler without `draw`."""
+        return forbid
+
+    def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
+        """See Kernels."""
+        logits = logits.contiguous()
+        count, stride = logits.shape
+        tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
+        row_bytes = stride * logits.element_size()
+        arguments = logits.data_ptr(), row_bytes, size, tokens.ctypes.data, masses.ctypes.data
+        code = cpu_sampling.likeliest_job(KINDS[logits.dtype])
+        work = logits.numel() if count > 1 else 0
+        self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
+        return (1.0 / masses).tolist(), tokens.tolist()
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels."""
+        if wanted is not None:
+            self._team.time_jobs(wanted)
+        return self._team.times
+
+    def ranks(self, board: RankBoard, hidden: int, vocab: int) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others."""
+        from headway.kernels.cpu.ranks import CpuRanks
+
+        return CpuRanks(self._team, board, hidden, vocab)
 
 
 def _spans(step: StepGeometry) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import mmap
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,20 +27,13 @@ from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
-    Forbid,
-    KernelTime,
     LayerCache,
     Linear,
     SinkQueries,
     StepGeometry,
     check_heads,
 )
-from headway.kernels.reference import forbid
 from headway.kernels.weights import SILU, Gate, Weight
-
-if TYPE_CHECKING:
-    from headway.kernels.cpu.rank_board import RankBoard
-    from headway.kernels.cpu.ranks import CpuRanks
 
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128
@@ -95,12 +87,6 @@ class CpuKernels(FurtherKernels):
             **kinds,
         }
 
-    def ranks(self, board: RankBoard, hidden: int, vocab: int) -> CpuRanks:
-        """What this process, as a rank of a model with these sizes, says to the others."""
-        from headway.kernels.cpu.ranks import CpuRanks
-
-        return CpuRanks(self._team, board, hidden, vocab)
-
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
         return self._packed([(weight, bias)], wide=wide)
@@ -142,12 +128,6 @@ class CpuKernels(FurtherKernels):
             plan = self._plans[group, window] = AttentionPlan(group, window)
         plan.make(step)
         return plan
-
-    def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Kernels."""
-        if wanted is not None:
-            self._team.time_jobs(wanted)
-        return self._team.times
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
@@ -243,11 +223,6 @@ class CpuKernels(FurtherKernels):
         on_tiles = way.least_on_tiles > 0
         return cpu_attention.attend_job(KINDS[dtype], way.kind, on_tiles), on_tiles
 
-    @property
-    def forbid(self) -> Forbid:
-        """For a sampler without `draw`."""
-        return forbid
-
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
         """See Draw."""
         logits = logits.contiguous()
@@ -264,18 +239,6 @@ class CpuKernels(FurtherKernels):
         code = cpu_sampling.draw_job(KINDS[logits.dtype])
         self._team.share(code, cpu_sampling.DRAW_ROWS, count, logits.numel() if count > 1 else 0, arguments)
         return tokens.tolist()  # type: ignore[no-any-return]
-
-    def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
-        """See Kernels."""
-        logits = logits.contiguous()
-        count, stride = logits.shape
-        tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
-        row_bytes = stride * logits.element_size()
-        arguments = logits.data_ptr(), row_bytes, size, tokens.ctypes.data, masses.ctypes.data
-        code = cpu_sampling.likeliest_job(KINDS[logits.dtype])
-        work = logits.numel() if count > 1 else 0
-        self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
-        return (1.0 / masses).tolist(), tokens.tolist()
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
