@@ -121,7 +121,7 @@ class StepLayout:
         self._tables = np.zeros((len(shares), fixed, self.tables.array.shape[1]), np.int32)
         self._further_slots = np.zeros((len(shares) - 1, fixed), np.int64)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that _tables has
-        # The keys are the numbers of tokens and of rows of logits of each sequence; with the memory of context_lens.
+        # Earlier steps, found by tokens and rows of logits of each sequence; with the memory of context_lens.
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[ModelInput, np.ndarray]] = {}
 
     def reset(self) -> None:
