@@ -207,7 +207,7 @@ def create_gateway_app(gateway: Gateway) -> ASGIApp:
     return Edge(
         Application(gateway),
         keys=lambda: gateway.keys,
-        pace=gateway.pace,
+        pace=None,
         metrics_keys=settings.metrics_keys,
         admin_keys=settings.admin_keys,
         cross_origin=cross_origin(settings),

@@ -22,12 +22,9 @@ from headway.policy.fleet.health import RetryBudget
 from headway.policy.fleet.routing import router_of
 from headway.server.door import Door
 from headway.server.edge.bodies import Bodies
-from headway.server.edge.pacing import Pace
 from headway.server.errors import ApiError, bad_request, unavailable
 from headway.server.quotas import Budgets
 
-# Small requests that may begin in one turn of the event loop; each takes some tenth of a millisecond.
-BEGUN_PER_TURN = 16
 # One of so many requests may be asked of a second backend as the first one is slow.
 HEDGED_OF = 20
 logger = logging.getLogger("headway.server")
@@ -47,7 +44,6 @@ class Gateway(Door):
         self.settings, self.file = settings, settings.file
         super().__init__(settings)
         self.bodies = Bodies(settings.max_body_size)
-        self.pace = Pace(BEGUN_PER_TURN)
         self.members: dict[str, Member] = {}
         self.retries, self.hedges = RetryBudget(), RetryBudget(per_retry=HEDGED_OF)
         self._addresses: dict[str, list[str]] = {}  # of names that are looked up

@@ -36,6 +36,10 @@ class Cutter:
             ready.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._server.serve_forever()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for each in left:
+                each.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
         self._task = self._loop.create_task(run())
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._task,), daemon=True)

@@ -47,6 +47,7 @@ class Edge:
 
     Args:
         keys: the API keys that it accepts, by their digests; without any it is open.
+        pace: decides how many requests begin in one turn of the event loop; None where what limits reads is enough.
         metrics_keys: the keys that METRICS_PATH needs; without any it is open.
         admin_keys: the keys that ADMIN_PATH needs.
         cross_origin: wraps what checks keys and answers, so that pages of other origins may ask.
@@ -56,7 +57,7 @@ class Edge:
         self,
         app: ASGIApp,
         keys: Callable[[], Mapping[bytes, Access]],
-        pace: Pace,
+        pace: Pace | None,
         metrics_keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
         cross_origin: Callable[[ASGIApp], ASGIApp] | None = None,
@@ -72,7 +73,9 @@ class Edge:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         scope.setdefault(ARRIVED, time.monotonic_ns())
-        await (self._small if scope["path"] in OPEN_PATHS else self._pace).turn()
+        pace = self._small if scope["path"] in OPEN_PATHS else self._pace
+        if pace is not None:
+            await pace.turn()
         headers = dict(scope["headers"])
         id_ = scope[REQUEST_ID] = request_id(headers.get(b"x-request-id", b""))
         ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
