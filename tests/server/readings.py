@@ -27,7 +27,7 @@ ON_THE_PAGE = {
     "preempted": "decode_stall_preempted",
     "recomputing": "decode_stall_recompute",
 }
-FEW, MUCH = 0.6, 0.3  # of the usual cores, and of the time of requests
+FEW, MUCH = 0.4, 0.3  # of the usual cores, and of the time of requests
 PHASES, CORES, UNREAD = (
     "Choices in each phase of the ledger",
     "Engine: cores in use while steps run",
@@ -73,8 +73,8 @@ def of_top(screen: str) -> Reading:
     return Reading(float(behind[1]) if behind else 0.0, float(cores), shares)
 
 
-def of_page(page: Browser) -> Reading:
-    """Reads the figures above, and the strip of the slowest whole requests."""
+def of_page(page: Browser, which: str = "P99") -> Reading:
+    """Reads the figures above, and the strip of the slowest whole requests, or of the median one."""
     figures = dict(
         zip(
             page.run("return [...document.querySelectorAll('#figures dt')].map((each) => each.textContent)"),
@@ -83,7 +83,7 @@ def of_page(page: Browser) -> Reading:
         )
     )
     strips = page.run("return [...document.querySelectorAll('#slowest .strip')].map((each) => each.ariaLabel)")
-    (slowest,) = [each for each in strips if each.startswith("P99, whole request")]
+    (slowest,) = [each for each in strips if each.startswith(f"{which}, whole request")]
     found = re.findall(r"([a-zKV:, ]+?) (\d+) %", slowest.split(": ", 2)[2])
     shares = {ON_THE_PAGE.get(name.strip(", "), name): int(share) / 100 for name, share in found}
     return Reading(float(figures["clients behind"]), float(figures["cores in steps"]), shares)

@@ -111,6 +111,23 @@ def test_values_follow_from_requests(start_server: StartServer, engine: FakeEngi
     assert 0 < found["headway:time_to_first_token_seconds_sum"] <= found["headway:e2e_request_latency_seconds_sum"]
 
 
+def test_the_time_of_choices_is_counted_by_class_and_phase(start_server: StartServer, engine: FakeEngine) -> None:
+    server = start_server()
+    name = "headway:class_request_phase_seconds_total"
+    assert samples(server)[f"{name} decode_stall_preempted interactive"] == 0, (
+        "a counter that is there before its first value"
+    )
+    engine.step_s, engine.shares = 0.005, {"queue_blocks": 0.5, "decode_stall_preempted": 0.25}
+    asked = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "n": 2}
+    timings = server.post("/v1/completions", **asked, include_timings=True).json()["timings"]
+    eventually(lambda: samples(server)["headway:request_success_total length"] == 2)
+    every = {tuple(key.split(" ")): value for key, value in samples(server).items() if key.startswith(name)}
+    found = {phase: value for (_, phase, service_class), value in every.items() if service_class == "interactive"}
+    assert sum(found.values()) == pytest.approx(2 * timings["e2e_ns"] * 1e-9, rel=0.2)
+    assert found["queue_blocks"] == pytest.approx(2 * found["decode_stall_preempted"], rel=0.01)
+    assert found["receive"] > 0 and found["decode_stall_recompute"] == 0
+
+
 def test_gaps_are_counted_as_a_histogram_of_prometheus_counts_them() -> None:
     """Exactly on a bound and beyond the last one, too; and a class keeps its counts when classes have new names."""
     metrics = Metrics("headway:", "tiny", engine=None)

@@ -68,6 +68,10 @@ def chromium() -> Iterator[Browser]:
         yield window
 
 
+def ask(server: LiveServer) -> None:
+    server.post("/v1/completions", model="tiny", prompt="x", max_tokens=60, ignore_eos=True)
+
+
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.xdist_group("browser")
 @pytest.mark.parametrize("name", PLANTED)
@@ -87,8 +91,11 @@ def test_the_page_shows_which_problem_it_is(
     chromium.until("document.querySelector('#live-said').textContent === 'Live'")
     ends = time.monotonic() + 20
     while "–" in (shown := chromium.text("#figures")) or "cores" not in shown:
-        server.post("/v1/completions", model="tiny", prompt="x", max_tokens=60, ignore_eos=True)
+        ask(server)
         assert time.monotonic() < ends, shown
-    assert of_page(chromium).problem(usual=1.0) == name
+    for _ in range(6):  # more than may have ended before this page was opened
+        ask(server)
+    chromium.until("parseInt(document.querySelector('#timelines-said').textContent.match(/(\\d+) have ended/)[1]) > 6")
+    assert of_page(chromium, "median").problem(usual=1.0) == name
     if backlog[0]:
         assert "3 clients behind: 195 KiB of answers are not taken" in chromium.text("#timelines-said")

@@ -18,6 +18,10 @@ from headway.server.metrics.families import Families
 
 OTHER = "other"
 NS = 1e-9
+# The phases that a server counts: not those of a gateway, of a simulated fleet, or behind the end of the ledger.
+_SPENT = sorted(
+    {*Phase} - {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND, Phase.KV_TRANSFER, Phase.SEND, Phase.SEND_BLOCKED}
+)
 _HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
     "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),
@@ -165,7 +169,9 @@ class _ClassGauges:
         yield self._family("class_requests_running", "Choices in the batch, by class.", running)
         yield self._family("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
         text = "Time of choices that have ended, by class and phase of the ledger."
-        spent = {key: length_ns * NS for key, length_ns in self.metrics.spent_ns.items()}
+        # Each begins at 0: of a counter that begins with its first value, Prometheus does not see that one.
+        spent = {(name, str(phase)): 0.0 for name in self.metrics.names for phase in _SPENT}
+        spent |= {key: length_ns * NS for key, length_ns in self.metrics.spent_ns.items()}
         yield self.families.counter("class_request_phase_seconds", text, spent, "service_class", "phase")
 
     def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
