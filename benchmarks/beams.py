@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def table(content: dict[str, Any]) -> str:
     found = Rounds(content["values"])
     lines = [
-        "| model, beams | steps/s | plain / beams | beams / vLLM | blocks | naive |",
+        "| model, beams | steps/s | beams / plain | beams / vLLM | blocks | naive |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for load, things in found.values.items():
