@@ -68,8 +68,9 @@ class TextWork:
 
         running = self._pool.submit(function)
         running.add_done_callback(release)
-        # A thread cannot be interrupted: it is free when it has finished, not when its client has gone away.
-        return await asyncio.shield(asyncio.wrap_future(running))
+        # A thread cannot be interrupted: it is free when it has finished, not when its client has gone away. What comes
+        # of it then is for nobody.
+        return await asyncio.wrap_future(running)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -83,18 +83,25 @@ def redis(tmp_path: Path) -> Iterator[Redis]:
 async def gateways(shared: Shared, count: int = 1, table: TenantTable = TABLE) -> AsyncIterator[list[SharedQuotas]]:
     found = [SharedQuotas(table, shared) for _ in range(count)]
     keeping = [asyncio.create_task(each.keep(lambda: True)) for each in found]
-    yield found
-    for task in keeping:
-        task.cancel()
-    await asyncio.gather(*keeping, return_exceptions=True)
+    try:
+        yield found
+    finally:
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+
+
+async def all_told(quotas: SharedQuotas) -> None:
+    async with asyncio.timeout(60):
+        await quotas._idle.wait()
 
 
 async def meters(quotas: SharedQuotas, tenant: str = "t") -> tuple[Meter, Meter]:
-    """What Redis has now of a tenant, when all that this gateway knows has been told."""
-    await quotas.drained()
+    """What Redis has now of a tenant, when all that this gateway knows has been told, however long that takes."""
+    await all_told(quotas)
     quotas._unreserved[tenant, "requests"] += 0
     quotas._wake_up()
-    await quotas.drained()
+    await all_told(quotas)
     return quotas.quotas.of(tenant)
 
 
@@ -176,6 +183,8 @@ async def test_three_gateways_and_two_hundred_clients_are_exact_to_the_token(red
 
         await asyncio.gather(*[client(number) for number in range(200)])
         assert refused == {"rate_limit_exceeded"}
+        for each in three:
+            await all_told(each)
         for each in three:
             requests, tokens = await meters(each)
             assert tokens.outstanding == requests.outstanding == 0
@@ -364,3 +373,17 @@ def test_the_address_of_redis_is_not_shown(tmp_path: Path, redis: Redis) -> None
     text, _ = files_of(tmp_path, redis, "http://h")
     file = parse_gateway_file("gateway.toml", text.replace("redis://", "redis://:secret@"))
     assert "secret" not in repr(file) and file.shared.lease_s == 1
+
+
+async def test_the_end_is_not_taken_for_a_failure_of_redis(redis: Redis) -> None:
+    """The client may make an error of its own of a cancellation, where its connection breaks at that moment."""
+    for quotas in [SharedQuotas(TABLE, redis.shared(lease_s=30.0)) for _ in range(8)]:
+        keeping = asyncio.create_task(quotas.keep(lambda: True))
+        charge = await reserved_by(quotas, 40)
+        redis.kill()
+        charge.settle(3)
+        await asyncio.sleep(0)
+        keeping.cancel()
+        _, pending = await asyncio.wait([keeping], timeout=20)
+        assert not pending
+        redis.start()

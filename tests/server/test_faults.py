@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from headway.engine.messages import AddRequest, SequenceOutput
-from headway.server.edge.connection import BEHIND
+from headway.server.edge.behind import BEHIND
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, Take
 from tests.server.live_server import MODEL, LiveServer, eventually

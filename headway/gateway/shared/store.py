@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from importlib.resources import files
 from typing import Any
@@ -62,6 +63,8 @@ class BudgetStore:
                 keys=self._keys, args=[self._name, number, self._lease_us, operations]
             )
         except (RedisError, OSError, TimeoutError) as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from None  # which the client has taken for an error of its own
             raise StoreFailed(str(error) or type(error).__name__) from None
         return now_us, results, [(name.decode(), *meters) for name, *meters in states]
 
