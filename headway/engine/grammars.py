@@ -1,8 +1,5 @@
 """Holds sequences to grammars: which tokens may come next, as bits, found in threads while a step runs.
 
-Where it has always been quick, the draw finds them itself: threads take as long to be woken, and on a CPU they take
-processors from the step.
-
 The state of a sequence is a function of its tokens. It is made from them when the sequence comes to the executor, and
 again after a step that failed. A mask that is not there when tokens are drawn delays its own sequence alone.
 """
@@ -33,11 +30,6 @@ THREADS, COMPILERS = 4, 2
 STACK_BYTES = 2**23  # twice as much as where grammars are tried
 TOGETHER = 16  # states that one thread moves on, one after the other
 SLOW_S = 0.002  # a state that took longer has a thread for itself the next time
-# Masks of a grammar are found by the draw itself after so many in a row that took no longer, each. A slow one, in time
-# of a processor, ends that for good.
-QUICK_S, QUICK_IN_A_ROW = 2e-4, 16
-QUICK_TOGETHER_S = 1e-3  # if all of a step take longer, threads find them
-_NEVER = -(2**62)
 # How long a draw waits for masks. Where all its rows have grammars, there is nobody to delay.
 LATE_S, LATE_ALONE_S = 0.004, 0.1
 FORESEEN_S = 0.004  # how long a step waits to know what has to follow its tokens
@@ -48,26 +40,16 @@ _NICENESS = 10
 
 
 @dataclass(slots=True)
-class _Grammar:
-    """A compiled grammar: the state before the first token, and how many masks in a row were quick."""
-
-    matcher: LLMatcher
-    quick: int = 0
-
-
-@dataclass(slots=True)
 class _State:
     """Where a sequence is in its grammar.
 
     Args:
-        made_from: what `matcher` is a copy of.
         consumed: tokens of its output that the matcher has taken.
         drafts: tokens behind which masks are wanted, too.
         found: [1 + drafts, words], behind the newest known token and behind each draft; a text says why there are none.
         is_awaited: a thread is to find them, or has found them and nobody has taken them.
         began_s: since when.
-        took_s: how long a processor was at the last ones.
-        is_slow: they took long, or there were none.
+        is_slow: the last ones took long, or there were none.
         forced: tokens that have to come next.
         moving: moves the matcher on, to find these.
         unforced: steps in a row after which there were none.
@@ -75,13 +57,11 @@ class _State:
 
     grammar: str
     matcher: LLMatcher | None = None
-    made_from: _Grammar | None = None
     consumed: int = 0
     drafts: list[int] = field(default_factory=list)
     found: Mask | str | None = None
     is_awaited: bool = False
     began_s: float = 0.0
-    took_s: float = 0.0
     is_slow: bool = True
     forced: list[int] = field(default_factory=list)
     moving: Future[None] | None = None
@@ -116,11 +96,10 @@ class Grammars:
         self._vocab_size = vocab_size
         self._words = -(-vocab_size // 32)  # that the library fills
         self._vocabulary: tuple[frozenset[int], LLTokenizer] | None = None
-        self._compiled: OrderedDict[str, _Grammar] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()  # of what is compiled, and of the vocabulary
         threading.stack_size(STACK_BYTES)
         self._jobs: list[Future[None]] = []  # of this step
-        self._quick: list[_Task] = []  # what its draw is to do itself
         self._stepping = ThreadPoolExecutor(THREADS, "grammar-masks")
         self._compiling = ThreadPoolExecutor(COMPILERS, "grammar-compilers", _give_way)
 
@@ -151,7 +130,7 @@ class Grammars:
 
     def _keep(self, grammar: str, made: LLMatcher) -> None:
         with self._lock:
-            self._compiled.setdefault(grammar, _Grammar(made))
+            self._compiled.setdefault(grammar, made)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
 
@@ -173,7 +152,7 @@ class Grammars:
     def begin(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> None:
         """Begin to find the masks of a step's draws; the sequences have the step's tokens."""
         tasks: list[_Task] = []
-        self._jobs, self._quick = [], []
+        self._jobs = []
         now = time.monotonic()
         for item, sequence in zip(scheduled, sequences, strict=True):
             state = self.states.get(item.seq_id) if item.samples else None
@@ -186,9 +165,6 @@ class Grammars:
                 self._jobs.append(self._stepping.submit(self._find_all, [task]))
             else:
                 tasks.append(task)
-        if _are_quick([task.state for task in tasks]):
-            self._quick = tasks
-            return
         for at in range(0, len(tasks), TOGETHER):
             self._jobs.append(self._stepping.submit(self._find_all, tasks[at : at + TOGETHER]))
 
@@ -202,7 +178,6 @@ class Grammars:
         """
         draws = [item for item in scheduled if item.samples]
         held = [(item, state) for item in draws if (state := self.states.get(item.seq_id)) is not None]
-        self._find_all(self._quick)
         wait(self._jobs, LATE_S if len(held) < len(draws) and not patient else LATE_ALONE_S)
         return {item.seq_id: _taken(state, _drafts_of(item)) for item, state in held}
 
@@ -225,9 +200,6 @@ class Grammars:
                 is_free = state.matcher is not None and not state.is_awaited and not state.is_slow
                 if new and is_due and is_free and not sequence.params.penalises:
                     tasks.append((state, item.seq_id, new))
-        if _are_quick([state for state, _, _ in tasks]):
-            _move_on(tasks)
-            return {seq_id: state.forced[:MOST_FORCED] for state, seq_id, _ in tasks if state.forced}
         jobs = list[Future[None]]()
         for at in range(0, len(tasks), TOGETHER):
             part = tasks[at : at + TOGETHER]
@@ -240,17 +212,14 @@ class Grammars:
 
     def _find_all(self, tasks: list[_Task]) -> None:
         for task in tasks:
-            state, began_s, worked_s = task.state, time.monotonic(), time.thread_time()
-            is_first = state.matcher is None
+            state, began_s = task.state, time.monotonic()
             try:
                 found: Mask | str = self._find(state, task)
             except GrammarError as error:
                 found = str(error)
             except BaseException as error:  # a panic of the library is no Exception
                 found = f"its grammar failed: {error!r:.200}"
-            state.is_slow, state.took_s = time.monotonic() - began_s > SLOW_S, time.thread_time() - worked_s
-            if state.made_from is not None and not is_first:
-                _judge(state.made_from, state.took_s / (1 + len(state.drafts)))
+            state.is_slow = time.monotonic() - began_s > SLOW_S
             state.found = found
 
     def _find(self, state: _State, task: _Task) -> Mask:
@@ -260,8 +229,7 @@ class Grammars:
             state.moving = None
         sequence, made = task.sequence, state.matcher
         if made is None:
-            state.made_from = self._known(state.grammar, sequence.stop_ids)
-            made = state.matcher = state.made_from.matcher.deep_copy()
+            made = state.matcher = self._copy(state.grammar, sequence.stop_ids)
         new = task.tokens[state.consumed - task.start :]
         if new and not made.consume_tokens(new):
             raise GrammarError(f"its grammar does not allow its tokens: {said(made)}")
@@ -280,34 +248,15 @@ class Grammars:
             made.rollback(taken)
         return masks
 
-    def _known(self, grammar: str, stop_ids: frozenset[int]) -> _Grammar:
-        """The compiled grammar, which is compiled again where it was dropped meanwhile."""
+    def _copy(self, grammar: str, stop_ids: frozenset[int]) -> LLMatcher:
+        """The state before the first token; the grammar is compiled again where it was dropped meanwhile."""
         with self._lock:
             made = self._compiled.get(grammar)
         if made is None:
             vocabulary = self.load_vocabulary(stop_ids if self._vocabulary is None else self._vocabulary[0])
             self._keep(grammar, matcher(grammar, vocabulary))
-            return self._known(grammar, stop_ids)
-        return made
-
-
-def _are_quick(states: list[_State]) -> bool:
-    """Whether all can be expected to take less time together than it takes to wake a thread for them."""
-    return sum(state.took_s for state in states) <= QUICK_TOGETHER_S and all(
-        state.made_from is not None
-        and state.made_from.quick >= QUICK_IN_A_ROW
-        and not state.is_slow
-        and (state.moving is None or state.moving.done())
-        for state in states
-    )
-
-
-def _judge(grammar: _Grammar, took_s: float) -> None:
-    """Note how long a processor was at a mask of a grammar."""
-    if took_s > SLOW_S:
-        grammar.quick = _NEVER
-    else:
-        grammar.quick = grammar.quick + 1 if took_s <= QUICK_S or grammar.quick < 0 else 0
+            return self._copy(grammar, stop_ids)
+        return made.deep_copy()
 
 
 def _taken(state: _State, drafts: list[int]) -> Mask | str | None:

@@ -269,6 +269,16 @@ def test_a_grammar_that_was_dropped_meanwhile_is_compiled_again(llm: LLM, monkey
     assert tokens_of(ask(llm, [wanted(i) for i in range(8)])) == expected
 
 
+def test_a_grammar_that_many_ask_for_at_once_is_compiled_for_two_at_most(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are two threads that compile; who comes later finds it."""
+    compiled, compile_it = [], engine_grammars.matcher
+    monkeypatch.setattr(engine_grammars, "matcher", lambda *given: compiled.append(given) or compile_it(*given))
+    ask(llm, [wanted(i, structured_outputs={"regex": "[0-9]{2}(x|y)z?"}) for i in range(8)])
+    assert 1 <= len(compiled) <= engine_grammars.COMPILERS
+
+
 def test_kernel_and_tensors_draw_alike_from_a_mask(llm: LLM) -> None:
     chance = np.random.default_rng(5)
     logits = torch.from_numpy(chance.normal(size=(6, VOCAB)).astype(np.float32))
@@ -382,59 +392,6 @@ def test_masks_that_are_late_now_and_then_change_no_answer(llm: LLM, monkeypatch
     monkeypatch.setattr(engine_grammars.Grammars, "_find", sometimes_slow)
     monkeypatch.setattr(engine_grammars, "LATE_ALONE_S", 0.01)
     assert tokens_of(ask(llm, params, prompts)) == expected
-
-
-@pytest.fixture
-def finders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a thread of its own found each mask, from now on."""
-    found, find = list[bool](), engine_grammars.Grammars._find
-
-    def noted(self: Any, *rest: Any) -> Any:
-        found.append(threading.current_thread().name.startswith("grammar-masks"))
-        return find(self, *rest)
-
-    monkeypatch.setattr(engine_grammars.Grammars, "_find", noted)
-    return found
-
-
-def test_masks_that_are_always_quick_are_found_by_the_draw(
-    llm: LLM, finders: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first ones show that they are, the first of each sequence has a matcher to make; no token changes."""
-    params = [wanted(i, structured_outputs={"regex": "([a-f]{1,5} ){40}"}, ignore_eos=True) for i in range(4)]
-    monkeypatch.setattr(engine_grammars, "QUICK_S", 1.0)  # however busy this machine is
-    monkeypatch.setattr(engine_grammars, "SLOW_S", 1.0)
-    monkeypatch.setattr(engine_grammars, "QUICK_TOGETHER_S", 10.0)
-    answers = tokens_of(ask(llm, params))
-    assert all(finders[:16]) and not any(finders[120:])  # threads that came late may be at it meanwhile
-    finders.clear()
-    assert tokens_of(ask(llm, params)) == answers
-    assert all(finders[:4]) and not any(finders[120:])
-    finders.clear()
-    monkeypatch.setattr(engine_grammars, "QUICK_IN_A_ROW", 10**9)
-    assert tokens_of(ask(llm, params)) == answers and all(finders)
-
-
-def test_a_slow_mask_ends_the_trust_in_its_grammar(
-    llm: LLM, finders: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = wanted(1, structured_outputs={"regex": "([g-k]{1,5} ){40}"}, ignore_eos=True)
-    monkeypatch.setattr(engine_grammars, "QUICK_S", 1.0)
-    monkeypatch.setattr(engine_grammars, "QUICK_TOGETHER_S", 10.0)
-    find = engine_grammars.Grammars._find
-
-    def once_slow(self: Any, *rest: Any) -> Any:
-        began_s = time.thread_time()
-        while len(finders) == 30 and time.thread_time() - began_s < 2 * engine_grammars.SLOW_S:
-            pass
-        return find(self, *rest)
-
-    monkeypatch.setattr(engine_grammars.Grammars, "_find", once_slow)
-    ask(llm, [params])
-    assert False in finders[:31] and all(finders[32:]) and len(finders) > 40, finders
-    finders.clear()
-    ask(llm, [params])
-    assert all(finders), "nor for the requests that come later"
 
 
 def test_a_mask_that_never_comes_ends_its_answer(
