@@ -17,7 +17,7 @@ from headway import replay
 from headway.cli.replay import app
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.request import FinishReason
-from tests.server.browser import Browser, browser, keep, missing
+from tests.server.browser import LOOKS, Browser, browser, keep, missing
 from tests.simulator.test_replay import Recorded
 
 CLASSES = ClassTable((ServiceClass(name="chat", ttft_ms=400.0, tpot_ms=60.0), ServiceClass(name="batch")), "chat")
@@ -169,15 +169,7 @@ def put(page: Browser, selector: str, value: object, event: str) -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.xdist_group("browser")
-@pytest.mark.parametrize(
-    ("name", "look"),
-    [
-        ("light", {}),
-        ("dark", {"dark": True}),
-        ("phone", {"width": 390, "height": 844, "phone": True}),
-        ("phone-dark", {"width": 320, "height": 700, "phone": True, "dark": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "look"), LOOKS)
 def test_the_page_plays_fast_and_slow_and_jumps(
     name: str, look: dict[str, int], chromium: Browser, recorded: Recorded, tmp_path: Path
 ) -> None:

@@ -59,6 +59,17 @@ def check_same(plain: list[RequestOutput], drafted: list[RequestOutput], exact: 
                 assert [entry.logprob for entry in other.logprobs or []] == pytest.approx(expected, abs=1e-4)
 
 
+def check_same_texts(plain: list[RequestOutput], drafted: list[RequestOutput]) -> None:
+    """Texts are the same, and what has ended them."""
+    for before, after in zip(plain, drafted, strict=True):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert (one.text, one.finish_reason, one.stop_reason) == (
+                other.text,
+                other.finish_reason,
+                other.stop_reason,
+            )
+
+
 def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | None = None) -> Counter[str]:
     """Let an engine try each draft, and those of a drafter if one is given.
 

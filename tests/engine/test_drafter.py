@@ -14,7 +14,7 @@ from headway.engine.drafter import INDEXED_AT_ONCE, NgramDrafter, Repeats
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.step.request import Resumed, Sequence
 from headway.policy.step.speculative_config import SpeculativeConfig
-from tests.engine.eager import try_all_drafts
+from tests.engine.eager import check_same_texts, try_all_drafts
 from tests.engine.models import write_config
 from tests.policy.simulation import make_sequence
 
@@ -155,10 +155,7 @@ def test_a_stop_string_within_several_tokens_at_once(
     params = SamplingParams(temperature=0.0, max_tokens=60, stop=stop, n=2)
     before = plain.generate([REPEATING, REPEATING[8:]], params)
     counts = try_all_drafts(monkeypatch, speculative)
-    after = speculative.generate([REPEATING, REPEATING[8:]], params)
-    for one, other in zip(before, after, strict=True):
-        for a, b in zip(one.outputs, other.outputs, strict=True):
-            assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+    check_same_texts(before, speculative.generate([REPEATING, REPEATING[8:]], params))
     assert counts["tried"] > 0
 
 

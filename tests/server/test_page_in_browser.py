@@ -9,7 +9,7 @@ import pytest
 
 from headway.engine.messages import EngineStats, LiveSequence
 from headway.text.tokenizer import Tokenizer
-from tests.server.browser import Browser, browser, keep, missing
+from tests.server.browser import LOOKS, Browser, browser, keep, missing
 from tests.server.conftest import StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer
@@ -161,15 +161,7 @@ def busy(engine: FakeEngine) -> None:
     engine.num_waiting = 3
 
 
-@pytest.mark.parametrize(
-    ("name", "look"),
-    [
-        ("light", {}),
-        ("dark", {"dark": True}),
-        ("phone", {"width": 390, "height": 844, "phone": True}),
-        ("phone-dark", {"width": 320, "height": 700, "phone": True, "dark": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "look"), LOOKS)
 def test_live_shows_what_the_engine_does(
     name: str, look: dict[str, int], page: Browser, server: LiveServer, engine: FakeEngine
 ) -> None:
