@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
+from headway.engine.messages import AddRequest
 from headway.engine.runner import Runner
 from headway.kernels.cuda.experts import Seen
 from headway.kernels.cuda.graphs import Graphs
@@ -194,3 +196,30 @@ def test_on_a_gpu_graphs_give_the_tokens_of_eager_steps(tmp_path: Path, config: 
         llm = LLM(folder, skip_tokenizer_init=True, **sizes, **settings)
         answers.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+def test_kernels_of_graphs_are_timed_on_the_clock_of_the_host(tmp_path: Path) -> None:
+    sizes = {"max_num_seqs": 2, "kv_cache_memory": 4 << 20}
+    config = EngineConfig(
+        str(write_config(tmp_path, **TINY_LLAMA)), load_format="dummy", dtype="float32", device="cuda", **sizes
+    )
+    core = build.build_engine(config).core
+    core.add(AddRequest("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []))
+    for _ in range(10):
+        core.step()
+    assert core.executor.timed(None) == []
+    core.executor.timed(True)
+    began_ns = time.monotonic_ns()
+    for _ in range(5):
+        core.step()
+    ended_ns = time.monotonic_ns()
+    core.step()
+    kernels = core.executor.timed(None)
+    assert core.executor.timed(False) == []
+    layers = TINY_LLAMA["num_hidden_layers"]
+    assert sum(name == "attend _attention_kernel" for name, *_ in kernels) == 6 * layers
+    assert sum(name.startswith("product") for name, *_ in kernels) >= 6 * 4 * layers
+    within = [name for name, began, ended in kernels if began_ns < began < ended < ended_ns]
+    assert abs(len(within) - len(kernels) * 5 / 6) <= len(kernels) / 20
+    core.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from headway.kernels.cuda.product import multiply
 from headway.kernels.interface import (
     AttentionShape,
     HeadLinear,
+    KernelTime,
     LayerCache,
     LayerState,
     Linear,
@@ -28,6 +30,9 @@ from headway.kernels.interface import (
 )
 from headway.kernels.reference import TorchKernels, check_unscaled
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
+
+if TYPE_CHECKING:
+    from headway.kernels.cuda.times import KernelTimes
 
 _GATE_BLOCK = 1024
 _FORBID_BLOCK = 4096  # tokens
@@ -68,6 +73,7 @@ class CudaKernels(TorchKernels):
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._seen = Seen()
         self._graphs: Graphs | None = None
+        self._times: KernelTimes | None = None
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Lay out a packed weight [out, in]; a plain one is kept, and is never wide."""
@@ -100,6 +106,20 @@ class CudaKernels(TorchKernels):
     def routing_counts(self) -> RoutingCounts:
         """The counts of all mixtures of these kernels so far."""
         return self._seen.counts()
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels."""
+        if wanted and self._times is None:
+            from headway.kernels.cuda.times import KernelTimes  # torch's profiler is large
+
+            self._times = KernelTimes()
+        if self._times is None:
+            return []
+        if wanted is False:
+            self._times.stop()
+            self._times = None
+            return []
+        return self._times.taken()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""
