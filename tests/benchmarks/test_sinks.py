@@ -11,6 +11,7 @@ from benchmarks import sinks
 from tests.benchmarks.test_perplexity import SENTENCE
 
 
+@pytest.mark.slow
 def test_a_row_for_each_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

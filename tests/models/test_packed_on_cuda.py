@@ -48,9 +48,11 @@ def check(path: Path, model: PreTrainedModel, packed_parts: bool = True, quantiz
     "name",
     [
         "awq",
-        "gptq_ordered",
         "fp8_but",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_8_bits", "nvfp4", "nf4_nested")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gptq_ordered", "gptq_8_bits", "nvfp4", "nf4_nested")
+        ),
     ],
 )
 def test_layers_in_groups(name: str, tmp_path: Path) -> None:
