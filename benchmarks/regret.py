@@ -47,6 +47,7 @@ from headway.load.workload.spec import WorkloadSpec
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.plan import StepPlan
+from headway.policy.step.step_time import StepWork
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.prompts import SketchSource
 from headway.simulator.run import answer
@@ -96,7 +97,12 @@ class Jittered:
     chance: random.Random
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
-        exact = self.timing.times(plan, now)
+        return self._noisy(self.timing.times(plan, now))
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        return self._noisy(self.timing.decode_times(work, contexts, now))
+
+    def _noisy(self, exact: StepTimes) -> StepTimes:
         more_ns = round((exact.computed_ns - exact.launched_ns) * math.expm1(self.chance.gauss(0.0, NOISE)))
         return StepTimes(exact.launched_ns, exact.computed_ns + more_ns, exact.sampled_ns + more_ns)
 
@@ -108,10 +114,9 @@ class Simulated:
         number: of the repeat; it decides what the cost model is off by.
     """
 
-    device, tunable = "cuda", None
-
     def __init__(self, world: World, number: int) -> None:
-        self.world, self.runs = world, 0
+        self.device, self.world, self.runs = "cuda", world, 0
+        self.tunable: frozenset[str] | None = None
         chance = random.Random(f"{world} {number}")
         self._truth, self._belief = _off(chance), _off(chance)
         self._losses: dict[str, float] = {}
