@@ -100,8 +100,8 @@ def saying(llm: LLM, texts: list[list[int]]) -> Iterator[None]:
 @contextmanager
 def right_by_chance(llm: LLM, texts: list[list[int]], acceptance: float) -> Iterator[None]:
     """Let a draft model say what follows in these texts, each token by this chance and else a wrong one."""
-    speculator, by_first = llm.engine.core.speculator, {text[0]: text for text in texts}
-    assert speculator is not None and speculator.model is not None
+    (speculator,), by_first = llm.engine.core.hooks, {text[0]: text for text in texts}
+    assert isinstance(speculator, Speculator) and speculator.model is not None
     model, chances = speculator.model, {}
     for first, text in by_first.items():
         rng = random.Random(f"{acceptance} {first}")
@@ -139,8 +139,10 @@ def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM
     wanted = SpeculativeConfig(method="draft_model", model=draft, num_speculative_tokens=most)
     llm = LLM(model, speculative_config=wanted, **options)
     core = llm.engine.core
+    (drafted,) = core.hooks
+    assert isinstance(drafted, Speculator)
     ngram = Speculator(NgramDrafter(wanted), most, core.scheduler)
-    return llm, {"plain": None, "ngram": ngram, "draft": core.speculator}
+    return llm, {"plain": None, "ngram": ngram, "draft": drafted}
 
 
 def rate(llm: LLM, prompts: list[Any], params: Params) -> tuple[dict[str, float], list[list[int]]]:
@@ -196,7 +198,7 @@ def _one_load(
     for at in range(-arguments.warm_up, arguments.rounds):
         said = {}
         for drafter, speculator in chosen.items() if at % 2 else reversed(chosen.items()):
-            llm.engine.core.speculator = speculator
+            llm.engine.core.hooks = [] if speculator is None else [speculator]
             with ExitStack() as forced:
                 if texts:
                     forced.enter_context(saying(llm, texts))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,22 +16,20 @@ from headway.engine.core import EngineCore
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
-from headway.engine.host import available_memory, usable_threads
+from headway.engine.host import available_memory
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.preload import preload
+from headway.engine.prepare import EngineError, Prepared, prepare
 from headway.engine.record_file import RecordFile
 from headway.engine.roofline import roofline_of
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
-from headway.kernels import kernels_for
-from headway.kernels.interface import KV_CACHE_DTYPES, Kernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.loading import load_model, resolve_dtype, resolve_model
-from headway.models.quantization import rounds_to
+from headway.models.loading import load_model, resolve_model
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
-from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
+from headway.policy.cache.sizing import PoolSize, pool_size
 from headway.policy.cache.swap import NO_SWAP
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Request, sequences_of
@@ -41,14 +37,7 @@ from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 
-if TYPE_CHECKING:
-    from headway.engine.ranks import Followers
-
 StageListener = Callable[[str, int], None]
-
-
-class EngineError(ValueError):
-    """The engine cannot be built as configured; the message is one line that says what to change."""
 
 
 @dataclass(slots=True)
@@ -112,89 +101,119 @@ def _build(
     stages = _Stages(on_stage)
     with stages.timed("prepare"):
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
-        device = _device(config.device)
-        if device.type == "cpu":
-            torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.tensor_parallel_size))
-        folder = resolve_model(config.model)
-        model_config = ModelConfig.from_folder(folder)
-        dtype = resolve_dtype(config.dtype, model_config)
-        cache_dtype = _cache_dtype(config, model_config, dtype, device)
-        kernels = kernels_for(str(device), dtype, memory)
-        followers = _followers(config, model_config, device, started)
-    packed = model_config.packed
-    config = replace(config, quantization=rounds_to(config.quantization, packed))
+        start = prepare(config, memory, started)
+    config, device, followers = start.config, start.device, start.followers
     with stages.timed("choose_kernels"):
-        scheme = config.quantization if packed is None else packed.scheme
-        chosen = kernels.choose(dtype, scheme)
+        chosen = start.kernels.choose(start.dtype, start.scheme)
     if device.type == "cpu" and beside is not None:
         from headway.kernels.cpu.ahead import compiling
 
-        beside.enter_context(compiling(dtype, scheme, cache_dtype, stages.say))
-    asked_len = _asked_model_len(config, model_config)
-    if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
-        model_config = model_config.with_attention_sinks(sinks)
+        beside.enter_context(compiling(start.dtype, start.scheme, start.cache_dtype, stages.say))
     if followers is not None:
-        followers.assign(asked_len)
-    began = time.monotonic_ns()
-    known = cache.weights(kernels.named) if cache is not None else None
-    if known is not None:
-        stages.done("weight_cache", time.monotonic_ns() - began)
-    options = config.load_format, config.seed, stages.done, asked_len, config.quantization
-    shared = None if followers is None else followers.of(kernels, model_config)
-    model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
-    draft = _draft(config, model_config, folder, dtype, kernels, device)
+        followers.assign(start.asked_len)
+    model = _load(start, stages, cache)
+    draft = _draft(start)
     with stages.timed("kv_allocation"):
-        grouped = _windows(model_config, cache_dtype)
-        windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
-        groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
-        block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
-        block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
-        draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, dtype)
-        pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
-        seats = pool.max_num_seqs or config.max_num_seqs
-        host_blocks = _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None)
-        runner = Runner(
-            model,
-            kernels,
-            device,
-            cache_dtype,
-            pool.num_blocks,
-            config.block_size,
-            seats,
-            pool.max_model_len,
-            host_blocks,
-            pool.checkpoints or 0,
-            groups,
-            graphs=not config.enforce_eager,
-            folder=folder,
-        )
-        executor: Executor = runner
-        if followers is not None:
-            executor = followers.executor(runner, pool.num_blocks, seats, pool.max_model_len, host_blocks, groups)
-        shown = str(cache_dtype).removeprefix("torch.")
+        pool = _allocate(start, model, draft)
+        size, runner = pool.size, pool.runner
+        shown = str(start.cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
-        scheduler = config.scheduler(device.type, pool, make, swap)
+        scheduler = config.scheduler(device.type, size, make, swap)
     with stages.timed("warm_up"):
-        sizes = pool.num_blocks, config.block_size
-        blocks = KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups)
-        warm_up(scheduler.config, executor, blocks, kernels.warm_up_tokens)
+        blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
+        warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
-    roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
-    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
+        hooks = [] if config.speculative_config is None else [_speculator(start, scheduler, draft)]
+    roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
+    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
     if followers is not None:
         followers.serves = True
-    kept_bytes = 0
     if cache is not None:
-        cache.keep(model.weights, kernels.named)
-        kept_bytes = cache.kept_bytes
-    about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    machine = "" if roofline is None else roofline.machine
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes, machine)
+        cache.keep(model.weights, start.kernels.named)
+    return LoadedEngine(
+        core,
+        runner,
+        size.max_model_len,
+        size.num_blocks,
+        config.block_size,
+        str(device),
+        shown,
+        stages.ns,
+        left_out,
+        chosen,
+        pool.block_bytes,
+        0 if cache is None else cache.kept_bytes,
+        pool.draft_block_bytes,
+        "" if roofline is None else roofline.machine,
+    )
+
+
+def _load(start: Prepared, stages: _Stages, cache: WeightCache | None) -> Decoder:
+    """The model, from the cache of packed weights where that has it."""
+    config, kernels, followers = start.config, start.kernels, start.followers
+    began = time.monotonic_ns()
+    known = cache.weights(kernels.named) if cache is not None else None
+    if known is not None:
+        stages.done("weight_cache", time.monotonic_ns() - began)
+    options = config.load_format, config.seed, stages.done, start.asked_len, config.quantization
+    shared = None if followers is None else followers.of(kernels, start.model)
+    return load_model(start.folder, start.dtype, kernels, start.device, *options, known, start.sinks, shared)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The KV pool, and what runs steps on it.
+
+    Args:
+        runner: of this process.
+        executor: the runner, or what has all ranks run steps.
+        block_bytes: of a block in all ranks.
+        draft_block_bytes: of a block of the draft model's cache; 0 without one.
+    """
+
+    size: PoolSize
+    runner: Runner
+    executor: Executor
+    block_bytes: int
+    draft_block_bytes: int
+
+
+def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
+    """Size the pool by the memory that is left beside the weights, and allocate it."""
+    config, device, cache_dtype = start.config, start.device, start.cache_dtype
+    grouped = _windows(start.model, cache_dtype)
+    windows, places = seen_windows(grouped, start.asked_len), start.model.shape.cache_places
+    groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
+    block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
+    block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
+    draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, start.dtype)
+    size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
+    seats = size.max_num_seqs or config.max_num_seqs
+    host_blocks = _host_blocks(config, device, block_bytes, has_states=size.checkpoints is not None)
+    runner = Runner(
+        model,
+        start.kernels,
+        device,
+        cache_dtype,
+        size.num_blocks,
+        config.block_size,
+        seats,
+        size.max_model_len,
+        host_blocks,
+        size.checkpoints or 0,
+        groups,
+        graphs=not config.enforce_eager,
+        folder=start.folder,
+    )
+    executor: Executor = runner
+    if start.followers is not None:
+        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, groups
+        executor = start.followers.executor(runner, *sizes)
+    return _Pool(size, runner, executor, block_bytes, draft_block_bytes)
 
 
 class _Stages:
@@ -292,10 +311,9 @@ def _capture(runner: Runner) -> None:
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
-def _draft(
-    config: EngineConfig, target: ModelConfig, folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device
-) -> Decoder | None:
+def _draft(start: Prepared) -> Decoder | None:
     """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
+    config, target = start.config, start.model
     wanted = config.speculative_config
     if wanted is not None and target.shape.recurrent:
         raise EngineError(
@@ -305,75 +323,31 @@ def _draft(
     if wanted is None or wanted.model is None:
         return None
     try:
-        options = dtype, kernels, device, config.load_format, config.seed
-        return load_draft(resolve_model(wanted.model), folder, target.shape.vocab, *options)
+        options = start.dtype, start.kernels, start.device, config.load_format, config.seed
+        return load_draft(resolve_model(wanted.model), start.folder, target.shape.vocab, *options)
     except ValueError as error:
         raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
 
 
-def _speculator(
-    config: EngineConfig, vocab_size: int, scheduler: Scheduler, draft: Decoder | None, device: torch.device
-) -> Speculator | None:
-    """What proposes drafts, if that is asked for."""
-    wanted = config.speculative_config
-    if wanted is None:
-        return None
+def _speculator(start: Prepared, scheduler: Scheduler, draft: Decoder | None) -> Speculator:
+    """What proposes drafts."""
+    wanted = start.config.speculative_config
+    assert wanted is not None
     most = wanted.num_speculative_tokens
     if draft is None:
         return Speculator(NgramDrafter(wanted), most, scheduler)
     blocks, limits = scheduler.blocks, scheduler.config
     sizes = blocks.num_blocks, blocks.block_size
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
-    seats, graphs = limits.max_num_seqs, not config.enforce_eager
-    runner = Runner(draft, draft.kernels, device, draft.dtype, *sizes, seats, longest, graphs=graphs)
+    seats, graphs = limits.max_num_seqs, not start.config.enforce_eager
+    runner = Runner(draft, draft.kernels, start.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
     empty = KVBlocks(*sizes, enable_prefix_caching=False)
     warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
     _capture(runner)
-    drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
-    model = DraftModel(runner, pool, longest, vocab_size)
+    drafting, pool = Drafting(most), KVBlocks(*sizes, start.config.enable_prefix_caching)
+    model = DraftModel(runner, pool, longest, start.model.shape.vocab)
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
-
-
-def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
-    """The processes with the other parts of the model, which begin to load; None where there are none.
-
-    Raises EngineError or ModelError where the model, the device or an option cannot be shared.
-    """
-    if config.tensor_parallel_size == 1:
-        return None
-    if device.type != "cpu":
-        asked = f"tensor_parallel_size is {config.tensor_parallel_size}"
-        raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
-    from headway.engine.ranks import Followers
-
-    followers = Followers(config, model)
-    started.callback(followers.end)
-    return followers
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in BATCHED_TOKENS:
-        raise EngineError(f"device is {name!r}; it must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu")
-    return torch.device(name)
-
-
-def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the device lacks a type."""
-    name = config.kv_cache_dtype
-    if name not in KV_CACHE_DTYPES:
-        raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
-    if name == "auto":
-        return dtype
-    if device.type != "cpu":
-        raise EngineError(f"kv_cache_dtype is {name}, which {device.type} does not support yet; leave it out")
-    if model.shape.latent is not None:
-        raise EngineError("kv_cache_dtype is int8, which attention over latents does not support; leave it out")
-    return torch.int8
 
 
 def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
@@ -396,16 +370,3 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
         )
     return wanted // block_bytes
-
-
-def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    longest = model.longest_model_len
-    if config.max_model_len is None:
-        return model.max_model_len
-    has_sinks = config.attention_sinks is not None  # then positions have no end
-    if config.max_model_len < 2 or (config.max_model_len > longest and not has_sinks):
-        raise EngineError(
-            f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}"
-            + ("" if has_sinks else "; more needs --attention-sinks")
-        )
-    return config.max_model_len

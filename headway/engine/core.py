@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from headway.engine.beams import SearchedRequest
 from headway.engine.counts import StepCounts, Stepped
-from headway.engine.drafter import Speculator
 from headway.engine.endings import UNSERVED, why_unserved
 from headway.engine.executor import Executor, StepOutcome
+from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
 from headway.engine.unready import POLL_MS, Unready
+from headway.policy.step.beam_group import check_beams
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
 from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from headway.engine.beams import BeamSearches
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
@@ -32,10 +33,10 @@ class EngineCore:
     """Joins the scheduler and the executor; a loop calls `advance()`, or `step()` for metrics too, while `has_work`.
 
     Args:
-        speculator: has the scheduler try drafts; None for no drafts.
         roofline: knows the least time of steps; None where nobody does.
 
     Attributes:
+        hooks: what takes part in steps: a Speculator, and each beam search that is under way.
         unready: requests that wait for their grammars.
     """
 
@@ -44,12 +45,12 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], int] = time.monotonic_ns,
-        speculator: Speculator | None = None,
+        hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.speculator = speculator
+        self.hooks = list(hooks)
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -57,7 +58,6 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
-        self._beams: BeamSearches | None = None  # made with the first of them
         self.unready = Unready()
         self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
@@ -90,7 +90,7 @@ class EngineCore:
             if request.pooling is None and not self.executor.generates:
                 raise ValueError(HEADLESS)
             if request.params.use_beam_search:
-                self._check_beams(request)
+                check_beams(request, self.scheduler, self.executor.vocab_size)
         except ValueError as error:
             self._refuse(request, str(error))
             return
@@ -100,13 +100,6 @@ class EngineCore:
             self.unready[request.request_id] = compiled, request, self._clock()
             return
         self._queue(request)
-
-    def _check_beams(self, request: AddRequest) -> None:
-        from headway.engine.beams import BeamSearches, check_beams
-
-        check_beams(request, self.scheduler, self.executor.vocab_size)
-        if self._beams is None:
-            self._beams = BeamSearches(self.scheduler, self._output, self._forget, self._join, self._drop)
 
     def _join(self, sequence: Sequence) -> None:
         """Take note of a sequence that has forked from another of its request."""
@@ -124,8 +117,9 @@ class EngineCore:
             self.scheduler.add(sequence, now)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
-        if request.params.use_beam_search and self._beams is not None:
-            self._beams.add(request, sequences[0])
+        if request.params.use_beam_search:
+            told = self._output, self._forget, self._join, self._drop
+            self.hooks.append(SearchedRequest(request, sequences[0], self.scheduler, self.hooks, *told))
 
     def _queue_ready(self) -> None:
         """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
@@ -149,8 +143,8 @@ class EngineCore:
         """
         if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
             self._pending.append(dropped)
-        if self._beams is not None and request_id in self._beams:
-            told = self._beams.abort(request_id, self._clock())
+        for hook in [*self.hooks]:
+            told = hook.abort(request_id, self._clock())
             self._pending += told if index != -1 else []
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
@@ -162,8 +156,8 @@ class EngineCore:
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
-        if self.speculator is not None:
-            self.speculator.forget(sequence)
+        for hook in self.hooks:
+            hook.forget(sequence)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -182,8 +176,9 @@ class EngineCore:
         """Do as advance() does, and say what is counted of the step."""
         outputs, stepped = self.advance(), self._stepped
         stats = self._counts.take(stepped, self._received)
-        if self.speculator is not None and stepped is not None:
-            self.speculator.count(stepped.plan, stepped.changed, stats)
+        if stepped is not None:
+            for hook in self.hooks:
+                hook.count(stepped.plan, stepped.changed, stats)
         return EngineOutputs(outputs, stats, self._clock())
 
     def idle(self) -> EngineOutputs:
@@ -196,24 +191,24 @@ class EngineCore:
         Raises:
             EngineFault: the step failed, and no single request is at fault.
         """
-        outputs = self._advance()
-        return self._beams.end(outputs, self._clock()) if self._beams else outputs
-
-    def _advance(self) -> list[SequenceOutput]:
         if self.unready:
             self._queue_ready()
-        outputs, self._pending = self._pending, []
-        self._stepped = None
-        if self.speculator is not None:
-            self.speculator.propose()
+        outputs, self._pending, self._stepped = self._pending, [], None
+        for hook in self.hooks:
+            hook.before()
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         for seq_id in plan.expired:
             outputs.append(self._output(self._sequences[seq_id], []))
         for seq_id in plan.preempted:
             self._drop(seq_id)
-        if not plan.scheduled:
-            return outputs + self._beams.go_on(plan, [], self._clock()) if self._beams else outputs
+        changed = self._run(plan, outputs) if plan.scheduled else []
+        for hook in [*self.hooks]:
+            outputs = hook.after(plan, changed, outputs, self._clock())
+        return outputs
+
+    def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> list[tuple[Sequence, list[int]]]:
+        """Run a plan and apply what comes of it, and add to `outputs` what is said of it; what the step has changed."""
         began = self._clock()
         try:
             outcome = self.executor.run(plan)
@@ -223,19 +218,14 @@ class EngineCore:
         self._steps += 1
         if outcome.prompt_logprobs or outcome.pooled:
             self._gather(outcome)
-        if self._beams:
-            self._beams.take(outcome)
+        for hook in self.hooks:
+            hook.computed(outcome)
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
-        told = self._beams.only_others(changed) if self._beams else changed
         for seq_id, drafts in outcome.drafts.items():
             self.scheduler.propose(seq_id, drafts)
-        outputs += [self._output(sequence, new, outcome) for sequence, new in told]
-        if self.speculator is not None:
-            self.speculator.step_ended(plan, changed)
-        if self._beams:
-            outputs += self._beams.go_on(plan, changed, outcome.times.sampled_ns)
+        outputs += [self._output(each, new, outcome) for each, new in changed if new or each.finish_reason is not None]
         self._stepped = Stepped(plan, outcome, changed)
-        return outputs
+        return changed
 
     def _gather(self, outcome: StepOutcome) -> None:
         """Keep what belongs to prompts until the first output of their sequences."""
@@ -306,5 +296,5 @@ class EngineCore:
     def check_by_parts(self) -> Iterator[None]:
         """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
         yield from self.scheduler.check_by_parts()
-        if self.speculator is not None:
-            yield from self.speculator.check_by_parts()
+        for hook in self.hooks:
+            yield from hook.check_by_parts()

@@ -21,6 +21,7 @@ from headway.engine.graphs import DecodeBuffers, graph_sizes
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
 from headway.engine.messages import AddRequest
+from headway.engine.prepare import EngineError
 from headway.engine.runner import Runner
 from headway.kernels.cuda.experts import Seen
 from headway.kernels.cuda.graphs import Graphs
@@ -178,7 +179,7 @@ def test_a_device_that_refuses_graphs_ends_the_start_in_one_line(
 
     monkeypatch.setattr(Runner, "capture", refuse)
     settings = EngineConfig(model=write_config(tmp_path), load_format="dummy", device="cpu", kv_cache_memory=1 << 20)
-    with pytest.raises(build.EngineError, match=r"graphs: operation not permitted; start with --enforce-eager$"):
+    with pytest.raises(EngineError, match=r"graphs: operation not permitted; start with --enforce-eager$"):
         build.build_engine(replace(settings, max_model_len=64, num_threads=1))
 
 

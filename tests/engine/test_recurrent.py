@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway import LLM, SamplingParams
-from headway.engine.build import EngineError
+from headway.engine.prepare import EngineError
 from tests.models import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)

@@ -170,7 +170,8 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
                 decode_tokens += drafts
                 decode_context += pairs(item.start + 1, drafts)
         else:
-            prefill_tokens += item.num_tokens
-            prefill_pairs += pairs(item.start, item.num_tokens)
+            tokens = len(item.token_ids)
+            prefill_tokens += tokens
+            prefill_pairs += pairs(item.start, tokens)
             logit_rows += item.logit_rows
     return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows, all_drafts)

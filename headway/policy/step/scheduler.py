@@ -310,6 +310,7 @@ class Scheduler:
                 return Phase.QUEUE_CAPACITY
             if self.block_manager.admit(sequence, policy.spare_for(sequence, sequences.spare)):
                 sequences.start(sequence, step.now)
+                step.decision.admitted.append(sequence.request_id)
                 self._schedule_chunk(sequence, budget, step)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
@@ -468,5 +469,5 @@ def _tell(sequence: Sequence, step: Step) -> None:
     """Have the plan say all about a sequence that the executor has not heard of since it was last admitted."""
     if not sequence.in_executor:
         step.plan.new.append(state_of(sequence))
-        step.decision.admitted.append(sequence.request_id)
+        step.decision.told[sequence.seq_id] = sequence.request_id
         sequence.in_executor = True

@@ -1,0 +1,45 @@
+"""What takes part in the steps of an engine beside its scheduler and its executor: drafts, and beam searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.engine.executor import StepOutcome
+from headway.engine.messages import EngineStats, SequenceOutput
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence
+
+
+class StepHooks:
+    """What an EngineCore calls in each step and at each end of a sequence. Here, nothing is done."""
+
+    def before(self) -> None:
+        """Called before a step is planned."""
+
+    def computed(self, outcome: StepOutcome) -> None:
+        """Called before the outcome of a step is applied, and may change it."""
+
+    def after(
+        self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], outputs: list[SequenceOutput], now: int
+    ) -> list[SequenceOutput]:
+        """Called after a step, also after one in which nothing could run. Returns what is said in place of `outputs`.
+
+        Args:
+            changed: what Scheduler.complete() returned; tokens that are told otherwise are added, for metrics.
+            now: when the step ended.
+        """
+        return outputs
+
+    def abort(self, request_id: str, now: int) -> list[SequenceOutput]:
+        """Called when a request is dropped, or a choice of it; returns what is said if somebody still listens."""
+        return []
+
+    def forget(self, sequence: Sequence) -> None:
+        """Called when a sequence has ended."""
+
+    def count(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], stats: EngineStats) -> None:
+        """Called to count what a step did, where metrics are wanted."""
+
+    def check_by_parts(self) -> Iterator[None]:
+        """Called to check blocks while the engine is idle, as KVBlocks.check_by_parts() does."""
+        yield from ()
