@@ -166,6 +166,7 @@ ROOMS = {
             "calibration.samples",
             "engine.config",
             "flags",
+            "load.workload.lengths",
             "models.gguf",
             "policy.objectives.objectives",
             "policy.cache.kv_groups",

@@ -11,6 +11,7 @@ from headway.bench.options import BenchOptions
 from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
 from headway.cli.profile import profile
+from headway.cli.quality import quality
 from headway.load.errors import BenchError
 
 
@@ -96,3 +97,4 @@ def _needs(given: set[str], options: BenchOptions) -> None:
 
 
 app.command(cls=Command)(profile)
+app.command(cls=Command)(quality)

@@ -78,15 +78,16 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """The host's time comes before the step is launched."""
-        return self._times(tuple(self.chunks(plan.scheduled)), now)
+        return self.times_of(tuple(self.chunks(plan.scheduled)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
-            return self._times(tuple(self._decodes([each + self.cached for each in contexts()])), now)
+            return self.times_of(tuple(self._decodes([each + self.cached for each in contexts()])), now)
         count = work.decode_tokens
-        return self._times((_decodes_of(count, work.decode_context + count * (self.cached - 1)),), now)
+        return self.times_of((_decodes_of(count, work.decode_context + count * (self.cached - 1)),), now)
 
-    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+    def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+        """The times of a step of these chunks."""
         parts = self._known.get(chunks)
         if parts is None:
             if len(self._known) >= MOST_KNOWN:
@@ -142,12 +143,12 @@ class Staged(Predicted):
     _free_ns: int = field(init=False, default=0)  # the slowest stage
     _paces: dict[tuple[Chunk, ...], int] = field(init=False, default_factory=dict)
 
-    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+    def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         begun = max(now, self._free_ns)
         if chunks not in self._paces:
             self._paces[chunks] = round(1e9 * self.deployment.pace(self._step(chunks)))
         self._free_ns = begun + self._paces[chunks]
-        times = Predicted._times(self, chunks, begun)
+        times = Predicted.times_of(self, chunks, begun)
         self.stages_ns += times.sampled_ns - begun
         return times
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sinks
-from tests.benchmarks.test_perplexity import SENTENCE
+from tests.quantize.test_quality import SENTENCE
 
 
 @pytest.mark.slow

@@ -41,6 +41,13 @@ class ProfileOptions(ModelOptions):
     ] = None
     output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
     repeats: Annotated[int, Flag("Requests of each prompt length.", min=1, max=100_000)] = 10
+    naive: Annotated[
+        bool,
+        Flag(
+            "Also answer without a KV cache, one pass over the whole text for each token, at the middle prompt length.",
+            "--naive",
+        ),
+    ] = False
     percentiles: Annotated[
         tuple[float, ...],
         Flag("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99"),

@@ -13,6 +13,7 @@ from headway.bench.profile.achieved import Achieved, decode_achieved, prefill_ac
 from headway.bench.profile.kernels import Kernels
 from headway.bench.profile.local_server import Startup
 from headway.bench.profile.model import ProfiledModel
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.stages import STAGES, median_phase, typical_stages
 from headway.calibration.peaks import MachinePeaks
 from headway.cost.memory import activation_bytes, kv_cache_bytes
@@ -74,6 +75,7 @@ class ProfileResult:
 
     Args:
         engine_stages: seconds of each stage of the engine's start.
+        naive: an answer without a cache beside one with it; None where it was not asked for, or a request failed.
         kernels: what passes are made of, by prompt length; empty where the server did not tell.
         folder: where the report was written; None before that.
         notes: what a reader must know to trust the numbers.
@@ -88,6 +90,7 @@ class ProfileResult:
     settings: dict[str, Any]
     began_at: str
     kernels: dict[int, Kernels] = field(default_factory=dict)
+    naive: Naive | None = None
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
@@ -129,6 +132,7 @@ class ProfileResult:
             "began_at": self.began_at,
             "interrupted": self.interrupted,
             "notes": self.notes,
+            "naive": None if self.naive is None else self.naive.as_json(),
             "settings": self.settings,
             "model": {
                 "name": model.name,

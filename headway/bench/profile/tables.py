@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.bench.profile.kernels import KINDS
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.bench.report.tables import percentile_cell
@@ -112,6 +113,27 @@ def kernel_table(result: ProfileResult) -> Table:
         note="Milliseconds of one request more, sent while the server timed each kernel; below it the share. What is "
         "between kernels is in none of them.",
     )
+
+
+def naive_table(naive: Naive) -> Table:
+    """Tokens of an answer without a KV cache and with one: the first, the one in the middle, the last, and all."""
+    last = len(naive.naive_ms) - 1
+    rows = [
+        cells(f"token {at + 1:,}", number(naive.naive_ms[at]), number(naive.cached_ms[at]), _times(naive, at))
+        for at in dict.fromkeys((0, last // 2, last))
+    ]
+    whole = (number(sum(naive.naive_ms)), number(sum(naive.cached_ms)), f"{naive.times:.1f} x")
+    rows.append(cells("the whole answer", *whole))
+    return Table(
+        f"Without a KV cache and with one, prompt of {naive.prompt_tokens:,} tokens",
+        ("", "without", "with", "times"),
+        tuple(rows),
+        note="Milliseconds. Without a cache, each token is a request of its own with the whole text before it.",
+    )
+
+
+def _times(naive: Naive, at: int) -> str:
+    return f"{naive.naive_ms[at] / naive.cached_ms[at]:.1f} x"
 
 
 def opportunity_table(each: LengthProfile) -> Table:

@@ -60,6 +60,9 @@ def overview(summaries: Sequence[Summary]) -> Table:
     ]
     rates, counts = (RATES, TOKENS) if tokens_per_s(views[0])[1] == "output tokens/s" else (VECTOR_RATES, TOKENS[:2])
     rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in rates]
+    for p, label in ((50.0, "tokens/s of a request, median"), (10.0, "tokens/s of the slowest tenth, at most")):
+        if any(view.tps for view in views):
+            rows.append((label, [percentile_cell(view.tps.percentile(p)) if view.tps else NOTHING for view in views]))
     for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
     rows += _goodput_rows(views) + _cost_rows(views)
@@ -158,8 +161,8 @@ def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
 
 
 def part_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Each class of a mix, and each tenant: latencies and goodput."""
-    kinds = (("Classes", "class_name"), ("Tenants", "tenant"))
+    """Each class of a mix, each tenant, and requests by the tokens of their prompts: latencies and goodput."""
+    kinds = (("Classes", "class_name"), ("Tenants", "tenant"), ("By prompt length, tokens", "prompt_tokens"))
     return [_part_table(title, found) for title, kind in kinds if (found := part_views(summaries, kind))]
 
 
@@ -167,6 +170,8 @@ def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
     names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
     rows = _apart_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
+    if len(stated) == len(names) > 1 and all(limits == stated[names[0]] for limits in stated.values()):
+        stated = {"each": stated[names[0]]}
     note = "; ".join(f"{name}: {objectives_in_words(limits)}" for name, limits in stated.items() if limits)
     shown = tuple(cells(label, *values) for label, values in rows)
     return Table(title, ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())

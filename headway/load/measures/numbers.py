@@ -106,6 +106,7 @@ class Summary:
         tokens: prompt, output, cached; and "chunks".
         attainment: None where no objective was given.
         cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
+        tps: tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -124,6 +125,7 @@ class Summary:
     attainment: Attainment | None = None
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None
+    tps: Distribution | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

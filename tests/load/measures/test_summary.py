@@ -7,7 +7,7 @@ import pytest
 
 from headway.load.measures import summary as summary_module
 from headway.load.measures.numbers import Window
-from headway.load.measures.summary import cost_per_million_tokens, summarise, summarise_all
+from headway.load.measures.summary import cost_per_million_tokens, length_bands, summarise, summarise_all
 from headway.load.record import ClientHealth, FailureKind, RequestRecord
 from tests.bench.records import MS, at, failed, request, run
 
@@ -176,3 +176,29 @@ def test_notes_say_what_to_know_before_believing_the_numbers() -> None:
     assert summarise(run([request(0, [1, 2], tokens=6)])).notes == [
         "3.00 tokens per chunk: ITL is the gap between chunks, not tokens"
     ]
+
+
+def test_requests_by_the_length_of_their_prompts() -> None:
+    """Document 004: are the slow ones those with long prompts?"""
+    records = [
+        request(i, [i * 100 + 1 + i % 8, i * 100 + 21 + i % 8], due=i * 100, prompt=1 + i % 8) for i in range(80)
+    ]
+    assert length_bands(records) == [(1, 3), (4, 5), (6, 7), (8, 8)]
+    bands = [each for each in summarise_all(run(records)) if each.name.startswith("prompts of ")]
+    assert (bands[0].name, bands[0].completed) == ("prompts of 1 to 3", 30)
+    assert sum(each.completed for each in bands) == 80
+    means = [each.from_schedule["ttft_ms"].mean for each in bands]
+    assert means == pytest.approx([2.0, 4.5, 6.5, 8.0])
+    assert length_bands(records[:39]) == length_bands([request(i, [1.0]) for i in range(80)]) == []
+    skewed = [request(i, [1.0], prompt=10 if i else 99) for i in range(80)]
+    assert length_bands(skewed) == [(10, 10), (99, 99)]
+
+
+def test_tokens_per_second_of_a_request_are_the_inverse_of_its_tpot() -> None:
+    """Document 001, chapter 4: TPS = 1 / TBT."""
+    records = [request(i, [10, 10 + gap, 10 + 2 * gap], due=0) for i, gap in enumerate([5, 10, 20, 40, 50, 80, 100])]
+    tps = summarise(run(records)).tps
+    assert tps is not None and (tps.maximum, tps.minimum) == pytest.approx((200, 10))
+    median = tps.percentile(50.0)
+    assert median is not None and median.value == pytest.approx(25)
+    assert summarise(run([request(0, [5.0])])).tps is None
