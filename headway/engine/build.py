@@ -182,7 +182,13 @@ def _build(
         _capture(runner)
         speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
     roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
-    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
+    handovers = None
+    if config.role != "both" and runner.host is not None:
+        from headway.engine.handover import Handovers, layout_of
+
+        layout = layout_of(config, folder, (device.type, str(dtype), config.quantization, shown), runner.host)
+        handovers = Handovers(config, scheduler, runner.host, layout)
+    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline, handovers=handovers), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -378,6 +384,8 @@ def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, d
 
 def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
     """How many blocks can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    if has_states and config.role != "both":
+        raise EngineError(f"role is {config.role}, but states of recurrent layers are not handed over; leave it out")
     if has_states:
         if config.swap_space:
             raise EngineError(
@@ -385,6 +393,8 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             )
         return 0
     wanted = config.swap_bytes(device.type)
+    if not wanted and config.role != "both":
+        raise EngineError(f"role is {config.role}, and swap_space 0: what is handed over has no room; leave one out")
     if not wanted:
         return 0
     available = available_memory()

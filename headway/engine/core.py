@@ -14,7 +14,7 @@ from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
-from headway.engine.unready import POLL_MS, Unready
+from headway.engine.unready import POLL_MS, Unready, waits_in
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
@@ -22,6 +22,7 @@ from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from headway.engine.beams import BeamSearches
+    from headway.engine.handover import Handovers
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
@@ -34,9 +35,10 @@ class EngineCore:
     Args:
         speculator: has the scheduler try drafts; None for no drafts.
         roofline: knows the least time of steps; None where nobody does.
+        handovers: hands prompts over to other engines, or takes them over; None where neither is wanted.
 
     Attributes:
-        unready: requests that wait for their grammars.
+        unready: requests that wait for their grammars, or for what another engine has computed.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         speculator: Speculator | None = None,
         roofline: StepRoofline | None = None,
+        handovers: Handovers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.speculator = speculator
+        self.handovers = handovers
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -96,8 +100,12 @@ class EngineCore:
             return
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
-        if compiled is not None:
-            self.unready[request.request_id] = compiled, request, self._clock()
+        fetched = None
+        if request.handle is not None and self.handovers is not None:
+            fetched = self.handovers.begin(request)
+        if compiled is not None or fetched is not None:
+            awaited = [each for each in (compiled, fetched) if each is not None]
+            self.unready[request.request_id] = awaited, request, self._clock()
             return
         self._queue(request)
 
@@ -113,14 +121,16 @@ class EngineCore:
         self._live[sequence.request_id][sequence.index] = sequence
         self._sequences[sequence.seq_id] = sequence
 
-    def _queue(self, request: AddRequest, began_compiling: int = 0) -> None:
+    def _queue(self, request: AddRequest, began_waiting: int = 0) -> None:
         """Queue the choices of a checked request."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
+        if request.handle is not None and self.handovers is not None:
+            sequences[0].swapped = self.handovers.taken(request.request_id)
         now = self._clock()
         for sequence in sequences:
-            if began_compiling:
-                sequence.ledger.mark(Phase.TRANSPORT, began_compiling)
-                sequence.ledger.mark(Phase.GRAMMAR, now)
+            if began_waiting:
+                sequence.ledger.mark(Phase.TRANSPORT, began_waiting)
+                sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
@@ -128,12 +138,17 @@ class EngineCore:
             self._beams.add(request, sequences[0])
 
     def _queue_ready(self) -> None:
-        """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
+        """Queue the requests that wait no longer; end those with a grammar that cannot be compiled."""
         for request, began, error in self.unready.take_ready():
             if error is None:
                 self._queue(request, began)
             else:
                 self._refuse(request, f"structured_outputs: {error}")
+                self._leave_handover(request.request_id)
+
+    def _leave_handover(self, request_id: str) -> None:
+        if self.handovers is not None:
+            self.handovers.drop(request_id)
 
     def _refuse(self, request: AddRequest, why: str) -> None:
         self._pending += [
@@ -147,8 +162,11 @@ class EngineCore:
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
-        if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
-            self._pending.append(dropped)
+        if request_id in self.unready:
+            if (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
+                self._pending.append(dropped)
+            if request_id not in self.unready:
+                self._leave_handover(request_id)
         if self._beams is not None and request_id in self._beams:
             told = self._beams.abort(request_id, self._clock())
             self._pending += told if index != -1 else []
@@ -200,6 +218,8 @@ class EngineCore:
         return self._beams.end(outputs, self._clock()) if self._beams else outputs
 
     def _advance(self) -> list[SequenceOutput]:
+        if self.handovers is not None:
+            self.handovers.sweep()
         if self.unready:
             self._queue_ready()
         outputs, self._pending = self._pending, []
@@ -282,6 +302,8 @@ class EngineCore:
             output.error = error or (outcome.reasons.get(seq_id) if outcome is not None else None)
             output.error = output.error or why_unserved(sequence, self.scheduler.config.max_queue_time)
             output.retry_after_s = sequence.retry_after_s
+        if sequence.hands_over and self.handovers is not None:
+            output.handle = self.handovers.give(sequence)
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
