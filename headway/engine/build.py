@@ -16,6 +16,7 @@ from headway.engine.core import EngineCore
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
+from headway.engine.hooks import StepHooks
 from headway.engine.host import available_memory
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
 from headway.engine.preload import preload
@@ -124,7 +125,12 @@ def _build(
         blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        hooks = [] if config.speculative_config is None else [_speculator(start, scheduler, draft)]
+        hooks: list[StepHooks] = [] if config.speculative_config is None else [_speculator(start, scheduler, draft)]
+        if config.role != "both" and runner.host is not None:
+            from headway.engine.handover import Handovers, layout_of
+
+            about = device.type, str(start.dtype), config.quantization, shown
+            hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
     core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline), []
     if config.preloaded:
@@ -352,6 +358,8 @@ def _speculator(start: Prepared, scheduler: Scheduler, draft: Decoder | None) ->
 
 def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
     """How many blocks can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    if has_states and config.role != "both":
+        raise EngineError(f"role is {config.role}, but states of recurrent layers are not handed over; leave it out")
     if has_states:
         if config.swap_space:
             raise EngineError(
@@ -359,6 +367,8 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             )
         return 0
     wanted = config.swap_bytes(device.type)
+    if not wanted and config.role != "both":
+        raise EngineError(f"role is {config.role}, and swap_space 0: what is handed over has no room; leave one out")
     if not wanted:
         return 0
     available = available_memory()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from headway.cost.layers import MOST_SINKS, AttentionSinks
 from headway.flags import Flag, size, tokens
+from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
@@ -20,6 +21,9 @@ _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag
 # The names that checkpoints give their formats, as in models.quantization.FORMATS. Importing that would delay the
 # start of the server.
 _FORMATS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4", "modelopt", "bitsandbytes", "gguf")
+ROLES = ("prefill", "decode", "both")
+LEAST_KEY = 16  # characters of the key that servers sign what they hand over with
+HANDOVER_BYTES = 1 << 30  # of host memory for what is handed over, unless --swap-space says it
 MOST_THREADS = 2  # threads for each processor; more would only wait for each other
 
 # This is also the default of plans and simulations.
@@ -107,7 +111,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
 
     Raises:
         ValueError: a step has fewer tokens than sequences, there are far more threads or ranks than processors, threads
-            cannot be divided among ranks, there is no such scheduling policy, or speculative_config has a wrong value.
+            cannot be divided among ranks, there is no such scheduling policy, speculative_config has a wrong value, or
+            a role lacks its key or does not go with another option.
     """
 
     model: str = ""
@@ -132,6 +137,28 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="SECONDS",
         ),
     ] = 30.0
+    role: Annotated[
+        str,
+        _engine(
+            "prefill hands prompts that it has computed over to servers that decode, which compute further tokens. "
+            f"Both need the key {KEY_VARIABLE} in their environments.",
+            choices=ROLES,
+        ),
+    ] = "both"
+    kv_transfer_host: Annotated[
+        str, _engine("With --role prefill: the address at which servers that decode fetch prompts.")
+    ] = "127.0.0.1"
+    kv_transfer_port: Annotated[
+        int, _engine("With --role prefill: its port. Default: a free one.", min=0, max=65535)
+    ] = 0
+    kv_transfer_timeout: Annotated[
+        float,
+        _engine(
+            "Seconds that a server waits for a prompt before it computes it itself, and that the other keeps it.",
+            min=0.01,
+            metavar="SECONDS",
+        ),
+    ] = 10.0
     gpu_memory_utilization: Annotated[
         float | None,
         _engine(
@@ -186,6 +213,28 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"num_threads is {self.num_threads}, which cannot be divided among {ranks} ranks "
                 "(tensor_parallel_size); give a multiple"
             )
+
+        if self.role != "both":
+            self._check_handover()
+
+    def _check_handover(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role is {self.role!r}; choose one of {', '.join(ROLES)}")
+        if len(os.environ.get(KEY_VARIABLE, "")) < LEAST_KEY:
+            raise ValueError(
+                f"role is {self.role}, which needs a key of {LEAST_KEY} characters or more that all servers of both "
+                f"roles have; set {KEY_VARIABLE}"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(f"role is {self.role}, and prompts of several ranks are not handed over; leave one out")
+        if self.record_steps is not None:
+            raise ValueError(f"role is {self.role}, and recordings have no prompts of others; leave record_steps out")
+
+    def swap_bytes(self, device: str) -> int:
+        """Bytes of host memory for blocks that are swapped out, or handed over."""
+        if self.role != "both" and self.swap_space is None:
+            return max(super().swap_bytes(device), HANDOVER_BYTES)
+        return super().swap_bytes(device)
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
         """The attention sinks that are asked for; None where none are. AttentionSinks.of() says what it raises."""

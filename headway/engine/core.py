@@ -15,7 +15,7 @@ from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
-from headway.engine.unready import POLL_MS, Unready
+from headway.engine.unready import POLL_MS, Unready, waits_in
 from headway.policy.step.beam_group import check_beams
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
@@ -34,10 +34,11 @@ class EngineCore:
 
     Args:
         roofline: knows the least time of steps; None where nobody does.
+        handovers: hands prompts over to other engines, or takes them over; None where neither is wanted.
 
     Attributes:
-        hooks: what takes part in steps: a Speculator, and each beam search that is under way.
-        unready: requests that wait for their grammars.
+        hooks: what takes part in steps: a Speculator, Handovers, and each beam search that is under way.
+        unready: requests that wait for their grammars, or for what another engine has computed.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
+        handovers: Handovers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -96,8 +98,9 @@ class EngineCore:
             return
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
-        if compiled is not None:
-            self.unready[request.request_id] = compiled, request, self._clock()
+        awaited = [each for each in (compiled, *[hook.awaited(request) for hook in self.hooks]) if each is not None]
+        if awaited:
+            self.unready[request.request_id] = awaited, request, self._clock()
             return
         self._queue(request)
 
@@ -106,14 +109,16 @@ class EngineCore:
         self._live[sequence.request_id][sequence.index] = sequence
         self._sequences[sequence.seq_id] = sequence
 
-    def _queue(self, request: AddRequest, began_compiling: int = 0) -> None:
+    def _queue(self, request: AddRequest, began_waiting: int = 0) -> None:
         """Queue the choices of a checked request."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
+        for hook in self.hooks:
+            hook.queued(request, sequences)
         now = self._clock()
         for sequence in sequences:
-            if began_compiling:
-                sequence.ledger.mark(Phase.TRANSPORT, began_compiling)
-                sequence.ledger.mark(Phase.GRAMMAR, now)
+            if began_waiting:
+                sequence.ledger.mark(Phase.TRANSPORT, began_waiting)
+                sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
@@ -122,12 +127,17 @@ class EngineCore:
             self.hooks.append(SearchedRequest(request, sequences[0], self.scheduler, self.hooks, *told))
 
     def _queue_ready(self) -> None:
-        """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
+        """Queue the requests that wait no longer; end those with a grammar that cannot be compiled."""
         for request, began, error in self.unready.take_ready():
             if error is None:
                 self._queue(request, began)
             else:
                 self._refuse(request, f"structured_outputs: {error}")
+                self._leave(request.request_id)
+
+    def _leave(self, request_id: str) -> None:
+        for hook in self.hooks:
+            hook.left(request_id)
 
     def _refuse(self, request: AddRequest, why: str) -> None:
         self._pending += [
@@ -141,8 +151,11 @@ class EngineCore:
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
-        if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
-            self._pending.append(dropped)
+        if request_id in self.unready:
+            if (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
+                self._pending.append(dropped)
+            if request_id not in self.unready:
+                self._leave(request_id)
         for hook in [*self.hooks]:
             told = hook.abort(request_id, self._clock())
             self._pending += told if index != -1 else []
@@ -272,6 +285,8 @@ class EngineCore:
             output.error = error or (outcome.reasons.get(seq_id) if outcome is not None else None)
             output.error = output.error or why_unserved(sequence, self.scheduler.config.max_queue_time)
             output.retry_after_s = sequence.retry_after_s
+        for hook in self.hooks:
+            hook.ended(sequence, output)
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},

@@ -1,17 +1,32 @@
-"""What takes part in the steps of an engine beside its scheduler and its executor: drafts, and beam searches."""
+"""What takes part in the steps of an engine beside its scheduler and its executor.
+
+These are drafts, beam searches, and prompts that engines hand over to each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 from headway.engine.executor import StepOutcome
-from headway.engine.messages import EngineStats, SequenceOutput
+from headway.engine.messages import AddRequest, EngineStats, SequenceOutput
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
 
 
 class StepHooks:
     """What an EngineCore calls in each step and at each end of a sequence. Here, nothing is done."""
+
+    def awaited(self, request: AddRequest) -> Future[Any] | None:
+        """Called when a request comes; what must be there before its sequences are queued, or None."""
+        return None
+
+    def queued(self, request: AddRequest, sequences: list[Sequence]) -> None:
+        """Called before the sequences of a request are queued."""
+
+    def left(self, request_id: str) -> None:
+        """Called when a request is dropped before its sequences were queued."""
 
     def before(self) -> None:
         """Called before a step is planned."""
@@ -34,8 +49,14 @@ class StepHooks:
         """Called when a request is dropped, or a choice of it; returns what is said if somebody still listens."""
         return []
 
+    def ended(self, sequence: Sequence, output: SequenceOutput) -> None:
+        """Called before the last output of a sequence is said, to which something may be added."""
+
     def forget(self, sequence: Sequence) -> None:
         """Called when a sequence has ended."""
+
+    def idle(self) -> None:
+        """Called now and then while there are no steps."""
 
     def count(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], stats: EngineStats) -> None:
         """Called to count what a step did, where metrics are wanted."""

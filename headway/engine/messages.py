@@ -10,10 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from headway.engine.config import EngineConfig
+from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Request
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -164,6 +165,7 @@ class SequenceOutput(_Message):
     drafts: int = 0  # that were tried for it until now
     accepted_drafts: int = 0
     vector: bytes | None = None  # the vector of a request with pooling: float32, with the last output
+    handle: Handle | None = None  # of a request that hands over, with the last output: what another engine is told
 
 
 class EngineStats(_Message):

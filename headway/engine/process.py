@@ -204,6 +204,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             channel.send(core.idle())
         elif checking is None:
             core.executor.look()
+            for hook in core.hooks:
+                hook.idle()
         elif next(checking, _CHECKED) is _CHECKED:
             checking = None
         if os.getppid() != parent:

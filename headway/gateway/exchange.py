@@ -12,12 +12,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.config_files.gateway import DECODE
 from headway.gateway.asked import OF_BATCHES, Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
 from headway.gateway.attempts import Attempts
 from headway.gateway.events import ABSENT, Part, is_error
 from headway.gateway.failures import error_event, error_of, is_fault, is_json, part_of
 from headway.gateway.gateway import Gateway
+from headway.gateway.handover import Handover
 from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
 from headway.gateway.passing import Headers, request_to, returned
@@ -66,8 +68,17 @@ class Exchange:
         self._relay: Relay | None = None
         self._going_on: asyncio.Task[None] | None = None
         self._pieces_before = 0  # of attempts before the last one
+        self._handover = Handover.of(api, path, body, raw) if gateway.hands_over else None
         self._attempts = Attempts(
-            gateway, self.ask, api.is_work, self._look_at_clock, self._request_to, self._edited, self._had_token
+            gateway,
+            self.ask,
+            api.is_work,
+            self._look_at_clock,
+            self._request_to,
+            self._edited,
+            self._had_token,
+            self._handover,
+            self._prompt_to,
         )
         self._has_ended = False
 
@@ -120,6 +131,13 @@ class Exchange:
         can_replay = self._gateway.file.continue_streams and member.entry.kind == "headway"
         self._replay = Replay.of(self._api, self._path, self._body, self._raw) if can_replay else None
         body = self._raw if self._replay is None else self._replay.request
+        if self._handover is not None and member.entry.role == DECODE:
+            self._joined.before, body = self._handover.phases, self._handover.request(body)
+        return request_to(member, self._request, self._path, self._own_headers(member), body)
+
+    def _prompt_to(self, member: Member) -> bytes:
+        assert self._handover is not None
+        body = self._handover.prompt_request
         return request_to(member, self._request, self._path, self._own_headers(member), body)
 
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:

@@ -24,6 +24,7 @@ from headway.engine.messages import (
     SequenceTimings,
     TokenLogprobs,
 )
+from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
 
@@ -58,6 +59,7 @@ class FakeEngine:
         self.passed_over = 0
         self.tokens_per_step = 1
         self.shares = {"queue_capacity": 0.2, "prefill_compute": 0.3}
+        self.handle: Handle | None = None  # of every prompt that is handed over
         self.loads = True
         self.fails_with: str | None = None
         self.state = "loading"
@@ -237,6 +239,7 @@ class _Saying:
             output.logprobs = [self._logprob(t, self.params.logprobs) for t in output.token_ids]
         if output.finish_reason is not None:
             output.timings = self._timings()
+            output.handle = self.engine.handle if self.request.hands_over else None
         return output
 
     def dropped(self) -> SequenceOutput:

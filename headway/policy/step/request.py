@@ -10,6 +10,7 @@ import msgspec
 
 from headway.policy.admission.lengths import context_left
 from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.cache.handle import Handle
 from headway.policy.cache.kv_groups import PASSED
 from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.cache.swap import Swapped
@@ -68,6 +69,8 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     tenant: str = DEFAULT_TENANT  # who it is charged to
     pooling: PoolingParams | None = None  # a vector is wanted of the prompt, and no tokens
     prediction: list[int] = []  # what the answer may say in parts; drafts are found in it
+    hands_over: bool = False  # what is computed of its prompt is kept for another engine, which goes on with it
+    handle: Handle | None = None  # what another engine has computed of its prompt
 
     @property
     def choices(self) -> list[Resumed]:
@@ -161,7 +164,8 @@ class Sequence:
     checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
     keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state, or what windows see, is to be kept
     rolling: int = 0  # node of the last checkpoint that was made while it decodes
-    swapped: Swapped | None = None  # while it waits: what the host holds of it
+    swapped: Swapped | None = None  # while it waits: what the host holds of it; when it hands over, after its end
+    hands_over: bool = False
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on
@@ -326,6 +330,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             pins_prompt=request.pins_prompt,
             pooling=request.pooling,
             prediction=request.prediction,
+            hands_over=request.hands_over,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

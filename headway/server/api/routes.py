@@ -26,6 +26,7 @@ from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer
+from headway.server.api.handover import handover_of
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
@@ -209,6 +210,10 @@ class Routes:
             given = body.prediction if isinstance(body, ChatBody) else None
             prediction = [] if given is None else await predicted_ids(service, given, params)
             fitted = self._fitted(body, params, prompts, terms.service)
+            hands_over, handle = False, None
+            if body.kv_transfer_params is not None:
+                role = service.engine.config.role
+                hands_over, handle = handover_of(role, body, fitted[0], len(prompts))
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
             generation = Generation(
                 service,
@@ -226,6 +231,8 @@ class Routes:
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+                hands_over=hands_over,
+                handle=handle,
                 operation="chat" if isinstance(body, ChatBody) else "text_completion",
                 headers=request.headers,
                 make_choice=parsed_choice(service, body, is_reasoning) or ServedChoice,

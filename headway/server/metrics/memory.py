@@ -12,6 +12,8 @@ from headway.engine.messages import EngineStats
 from headway.server.metrics.classes import ClassMetrics
 from headway.server.metrics.families import Families
 
+# What comes of a prompt: at the server that has computed it, and at the one that is to go on with it.
+HANDOVERS = ("given", "not_kept", "fetched", "expired", "taken", "refused", "lost")
 SEVERAL = "several"  # label of blocks that requests of several classes share
 
 
@@ -44,6 +46,8 @@ class MemoryMetrics:
             **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
             **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
         }
+        handed = counter("kv_handovers", "Prompts handed over to other servers, or taken over, by outcome.", "outcome")
+        self._swaps |= {each: (handed.labels(**labels, outcome=each), 1) for each in HANDOVERS}
         registry.register(self)
 
     def label_of(self, service_class: str) -> str:
