@@ -48,7 +48,6 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
-        handovers: Handovers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor

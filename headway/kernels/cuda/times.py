@@ -6,7 +6,6 @@ import time
 from collections import deque
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from headway.kernels.interface import KernelTime
@@ -40,7 +39,7 @@ class KernelTimes:
         spans = [
             (_named(each.name()), each.start_ns() + to_monotonic_ns, each.end_ns() + to_monotonic_ns)
             for each in found
-            if each.device_type() == DeviceType.CUDA
+            if each.device_type().name == "CUDA"
         ]
         self._times.extend(sorted(spans, key=lambda span: span[1]))
 
