@@ -114,7 +114,7 @@ def _build(
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
         device = _device(config.device)
         if device.type == "cpu":
-            torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.tensor_parallel_size))
+            torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.ranks))
         folder = resolve_model(config.model)
         model_config = ModelConfig.from_folder(folder)
         dtype = resolve_dtype(config.dtype, model_config)
@@ -144,11 +144,12 @@ def _build(
     model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
     draft = _draft(config, model_config, folder, dtype, kernels, device)
     with stages.timed("kv_allocation"):
-        grouped = _windows(model_config, cache_dtype)
+        grouped = _windows(model_config, cache_dtype, config.pipeline_parallel_size)
         windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
         groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
         block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
-        block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
+        if followers is not None:
+            block_bytes = followers.bytes_per_block(cache_dtype, groups)
         draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, dtype)
         pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
         seats = pool.max_num_seqs or config.max_num_seqs
@@ -170,7 +171,8 @@ def _build(
         )
         executor: Executor = runner
         if followers is not None:
-            executor = followers.executor(runner, pool.num_blocks, seats, pool.max_model_len, host_blocks, groups)
+            sizes_of_all = pool.num_blocks, seats, pool.max_model_len, host_blocks, pool.checkpoints or 0
+            executor = followers.executor(runner, *sizes_of_all, groups)
         shown = str(cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
@@ -221,12 +223,13 @@ class _Stages:
         self.done(stage, time.monotonic_ns() - began)
 
 
-def _windows(model: ModelConfig, cache_dtype: torch.dtype) -> tuple[int | None, ...]:
+def _windows(model: ModelConfig, cache_dtype: torch.dtype, stages: int) -> tuple[int | None, ...]:
     """The window of each place that KV cache groups have.
 
-    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place.
+    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place. So it is for
+    stages, which would have parts of groups.
     """
-    return () if model.shape.kinds and cache_dtype == torch.int8 else model.shape.cache_windows
+    return () if stages > 1 or (model.shape.kinds and cache_dtype == torch.int8) else model.shape.cache_windows
 
 
 def _pool(
@@ -340,10 +343,11 @@ def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, s
 
     Raises EngineError or ModelError where the model, the device or an option cannot be shared.
     """
-    if config.tensor_parallel_size == 1:
+    if config.ranks == 1:
         return None
     if device.type != "cpu":
-        asked = f"tensor_parallel_size is {config.tensor_parallel_size}"
+        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        asked = f"{option} is {getattr(config, option)}"
         raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
     from headway.engine.ranks import Followers
 
