@@ -58,6 +58,7 @@ OPTIONS = {
     "--alias": ("--served-model-name",),
     "--tp": ("--tensor-parallel-size",),
     "--tp-size": ("--tensor-parallel-size",),
+    "--pp-size": ("--pipeline-parallel-size",),
     "--num-threads": ("--threads",),
     "-t": ("--threads",),
     "--url": ("--base-url",),
@@ -84,7 +85,6 @@ OPTIONS = {
     "--output-file": ("--result-filename", "--output"),
 }
 NOT_SUPPORTED = {
-    "--pipeline-parallel-size": "stages are not supported yet; --tensor-parallel-size shares each layer",
     "--enable-lora": "LoRA is not supported yet",
     "--lora-modules": "LoRA is not supported yet",
     "--enable-auto-tool-choice": "models may always call the tools that a request offers; leave it out",

@@ -191,11 +191,12 @@ class _Pool:
 def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     """Size the pool by the memory that is left beside the weights, and allocate it."""
     config, device, cache_dtype = start.config, start.device, start.cache_dtype
-    grouped = _windows(start.model, cache_dtype)
+    grouped = _windows(start.model, cache_dtype, config.pipeline_parallel_size)
     windows, places = seen_windows(grouped, start.asked_len), start.model.shape.cache_places
     groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
     block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
-    block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
+    if start.followers is not None:
+        block_bytes = start.followers.bytes_per_block(cache_dtype, groups)
     draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, start.dtype)
     size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
     seats = size.max_num_seqs or config.max_num_seqs
@@ -217,7 +218,7 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     )
     executor: Executor = runner
     if start.followers is not None:
-        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, groups
+        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, size.checkpoints or 0, groups
         executor = start.followers.executor(runner, *sizes)
     return _Pool(size, runner, executor, block_bytes, draft_block_bytes)
 
@@ -246,12 +247,13 @@ class _Stages:
         self.done(stage, time.monotonic_ns() - began)
 
 
-def _windows(model: ModelConfig, cache_dtype: torch.dtype) -> tuple[int | None, ...]:
+def _windows(model: ModelConfig, cache_dtype: torch.dtype, stages: int) -> tuple[int | None, ...]:
     """The window of each place that KV cache groups have.
 
-    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place.
+    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place. So it is for
+    stages, which would have parts of groups.
     """
-    return () if model.shape.kinds and cache_dtype == torch.int8 else model.shape.cache_windows
+    return () if stages > 1 or (model.shape.kinds and cache_dtype == torch.int8) else model.shape.cache_windows
 
 
 def _pool(

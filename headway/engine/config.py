@@ -129,6 +129,18 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="N",
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        _engine(
+            "On a CPU, divide the layers among so many stages, each of --tensor-parallel-size ranks.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
+    ] = False
     rank_timeout: Annotated[
         float,
         _engine(
@@ -202,17 +214,31 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
                 f"{MOST_THREADS * processors}, or leave it out for one per physical core"
             )
-        ranks = self.tensor_parallel_size
-        if not 1 <= ranks <= MOST_THREADS * processors:
+        most = MOST_THREADS * processors
+        if not 1 <= self.tensor_parallel_size <= most:
             raise ValueError(
-                f"tensor_parallel_size is {ranks}, and this process may use {processors} processors; give 1 to "
-                f"{MOST_THREADS * processors}"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most}"
             )
-        if self.num_threads is not None and self.num_threads % ranks:
+        if not 1 <= self.pipeline_parallel_size <= most // self.tensor_parallel_size:
             raise ValueError(
-                f"num_threads is {self.num_threads}, which cannot be divided among {ranks} ranks "
-                "(tensor_parallel_size); give a multiple"
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most // self.tensor_parallel_size}"
             )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
+            )
+        if self.num_threads is not None and self.num_threads % self.ranks:
+            raise ValueError(
+                f"num_threads is {self.num_threads}, which cannot be divided among {self.ranks} ranks "
+                "(tensor_parallel_size and pipeline_parallel_size); give a multiple"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
         if self.role != "both":
             self._check_handover()

@@ -66,7 +66,7 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
     """
     device = _device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.tensor_parallel_size))
+        torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.ranks))
     folder = resolve_model(config.model)
     model = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model)
@@ -87,10 +87,11 @@ def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, s
 
     Raises EngineError or ModelError where the model, the device or an option cannot be shared.
     """
-    if config.tensor_parallel_size == 1:
+    if config.ranks == 1:
         return None
     if device.type != "cpu":
-        asked = f"tensor_parallel_size is {config.tensor_parallel_size}"
+        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        asked = f"{option} is {getattr(config, option)}"
         raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
     from headway.engine.ranks import Followers
 

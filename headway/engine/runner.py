@@ -200,6 +200,17 @@ class Runner:
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
 
+    def begin_together(self) -> None:
+        """A step begins that other ranks run, too."""
+        if self._states is not None:
+            self._states.begin()
+
+    def recover_together(self) -> None:
+        """Recover as all other ranks do, which may have come further in the step that failed, or less far."""
+        self.recover()
+        if self._states is not None:
+            self._states.doubt()
+
     def recover(self) -> None:
         """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
         self.layout.reset()

@@ -26,6 +26,7 @@ class StateSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[int, int] = {}  # by seq_id
         self._seen: dict[int, int] = {}  # how many tokens the state has seen, by seq_id
+        self._begun: set[int] = set()  # sequences that have got their slots since `begin`
         self._spans = np.zeros((1 + num_slots + num_checkpoints, len(Span._fields)), np.int64)
 
     def has(self, item: ScheduledSequence, sequence: SequenceState) -> bool:
@@ -44,6 +45,7 @@ class StateSlots:
             slot = source = self._slots.get(number, -1)
             if slot < 0:
                 slot = self._slots[number] = self._free.pop()
+                self._begun.add(number)
                 source = self._num_slots + sequence.checkpoint
             self._seen[number] = _UNKNOWN
             spans.append([first, count, source if item.start else -1, slot, 0, 0, 0])
@@ -65,6 +67,19 @@ class StateSlots:
         """Note that a step of these sequences has ended."""
         for item in scheduled:
             self._seen[item.seq_id] = item.start + len(item.token_ids)
+
+    def begin(self) -> None:
+        """A step begins, behind which all states may have to be doubted."""
+        self._begun.clear()
+
+    def doubt(self) -> None:
+        """Know of no state any more whether it is there, and nothing of sequences that began with the last step.
+
+        So it is the same in all ranks, in whatever part of the step each of them failed.
+        """
+        for seq_id in self._begun & self._slots.keys():
+            self.forget(seq_id)
+        self._seen = dict.fromkeys(self._slots, _UNKNOWN)
 
     def forget(self, seq_id: int) -> None:
         """Free the slot of a sequence that needs it no more."""

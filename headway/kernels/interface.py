@@ -243,34 +243,7 @@ class Mixture(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """What a process that has a part of a model says to those with the other parts.
-
-    All ask for the same sums in the same order, and get the same bits. Two layers that follow each other have different
-    places, 0 and 1.
-    """
-
-    number: int
-    count: int
-
-    def summed(self, linear: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """A linear layer of which each rank has the columns of some inputs: the sum of all ranks, rounded once."""
-        ...
-
-    def summed_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """The sum of what a layer gives in each rank, where that is rounded before."""
-        ...
-
-    def embedding(self, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """An embedding [T] int64 -> [T, hidden]; `rows` takes those of this rank's tokens, by their number here."""
-        ...
-
-    def head(self, linear: Linear) -> Linear:
-        """The output layer, of which each rank has its own tokens: [R, hidden] -> [R, vocab] float32 on rank 0.
-
-        Logits are good until the next call. On other ranks they are of no use.
-        """
-        ...
+AddRMSNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # see Kernels
 
 
 class Kernels(Protocol):

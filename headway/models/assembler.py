@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,23 +66,34 @@ class Assembler:
         self._quantization = quantization
 
     def decoder_weights(self) -> DecoderWeights:
-        embedding: Callable[[Tensor], Tensor]
-        if self._config.traits.centred:
-            lm_head = self._linear(EMBEDDING if self._config.shape.tied_embeddings else "lm_head", wide=True)
-            self._refuse_packed(EMBEDDING)
-            rows = self._stack(f"{EMBEDDING}.weight")
-            for part in rows.split(_CENTRED_AT_ONCE):
-                part.sub_(part.float().mean(1, keepdim=True))
-            embedding = partial(self._kernels.take, rows)
-        elif self._config.shape.tied_embeddings:
-            lm_head = self._linear(EMBEDDING, wide=True)
-            embedding = lm_head.rows
-        else:
-            embedding = self._table(EMBEDDING)
-            lm_head = self._linear("lm_head", wide=True)
+        embedding, lm_head = self._ends()
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
-        final_norm = self._norm("model.norm", self._config.multipliers.logits)
+        factor = self._config.multipliers.logits
+        final_norm = self._norm("model.norm", factor) if self._has("model.norm") else None
         return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
+
+    def _ends(self) -> tuple[Any, Any]:
+        """The embedding and the output layer; None for what another stage of the model has."""
+        tied, centred = self._config.shape.tied_embeddings, self._config.traits.centred
+        if not tied and not centred:
+            return self._table(EMBEDDING) if self._has(EMBEDDING) else None, self._head("lm_head")
+        lm_head, embedding = self._head(EMBEDDING if tied else "lm_head"), None
+        if self._has(EMBEDDING):
+            embedding = self._centred_table() if centred else lm_head.rows
+        return embedding, lm_head
+
+    def _has(self, layer: str) -> bool:
+        return any(name.startswith(f"{layer}.") for name in self._shapes)
+
+    def _head(self, layer: str) -> Any:
+        return self._linear(layer, wide=True) if self._has(layer) else None
+
+    def _centred_table(self) -> Callable[[Tensor], Tensor]:
+        self._refuse_packed(EMBEDDING)
+        rows = self._stack(f"{EMBEDDING}.weight")
+        for part in rows.split(_CENTRED_AT_ONCE):
+            part.sub_(part.float().mean(1, keepdim=True))
+        return partial(self._kernels.take, rows)
 
     def _inputs(self) -> LayerInputs | None:
         inputs = self._config.shape.inputs
@@ -279,7 +291,7 @@ class Assembler:
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
             return self._dense(dense_names(f"{layer}.mlp", self._config.traits.fused))
-        factors = [1.0] * experts.count
+        factors = [1.0] * experts.here
         if routing.beside:
             factors = self._stack(f"{layer}.router.per_expert_scale", dtype=torch.float32).tolist()
         gate_up: Iterator[Product]
@@ -292,7 +304,7 @@ class Assembler:
             gate_up = (self._product(*gated) for *gated, _ in names.experts)
             down = (self._product(last, factor=by) for (*_, last), by in zip(names.experts, factors, strict=True))
         with self._clock.measure("layout"):
-            mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
+            mixture = self._kernels.mixture(gate_up, down, experts.here, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
         scores = self._scores(names.block, routing, experts)

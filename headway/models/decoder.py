@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headway.cost.layers import CacheSpec
 from headway.kernels.interface import (
+    AddRMSNorm,
     AttentionShape,
     Kernels,
     LayerCache,
@@ -28,7 +29,7 @@ from headway.kernels.interface import (
 from headway.kernels.weights import SOFTMAX, Scores
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
-from headway.models.layer_inputs import LayerEnd, LayerInputs
+from headway.models.layer_inputs import LayerInputs
 from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import query_factors, rope_tables
 
@@ -173,7 +174,7 @@ class LayerWeights:
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
-    end: LayerEnd | None = None
+    end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
     beside: bool = False  # the MLP reads what the mixer reads
 
 
@@ -183,9 +184,10 @@ class DecoderWeights:
 
     embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
     layers: list[LayerWeights]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor | None  # [hidden]; None where the layers of another stage follow
     lm_head: Linear
     inputs: LayerInputs | None = None
+    add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
 
 
 class Decoder:
@@ -219,6 +221,7 @@ class Decoder:
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
         self._eps, self._residual_eps = config.rms_norm_eps, config.residual_eps
+        self._add_rms_norm = weights.add_rms_norm or kernels.add_rms_norm
         self._identity = object()
         sinks = config.shape.attention_sinks
         of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
@@ -281,7 +284,7 @@ class Decoder:
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """The input of the next part, and the residual stream with what the last part adds."""
         if norm is not None:
-            return self.kernels.add_rms_norm(added, residual, norm, self._residual_eps)
+            return self._add_rms_norm(added, residual, norm, self._residual_eps)
         residual = self.kernels.add(added, residual)
         return residual, residual
 

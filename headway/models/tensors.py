@@ -87,7 +87,7 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
         block = f"model.layers.{layer}.mlp"
         return MixtureNames(block, (f"{block}.router",), (), None)
     block = f"model.layers.{layer}.{'mlp' if stacked else routing.block}"
-    prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
+    prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.here))
     gate, up, down = routing.parts
     named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
     shared = dense_names(f"{block}.{routing.shared}".rstrip(".")) if experts.shared_width else None
@@ -225,7 +225,7 @@ class _Tensors:
         elif self._stacked:
             for name, shape in zip(STACKED, ((2 * experts.width, hidden), (hidden, experts.width)), strict=True):
                 turned = shape[::-1] if self._config.traits.inputs_first else shape
-                self.shapes[f"{layer}.{name}"] = (experts.count, *turned)
+                self.shapes[f"{layer}.{name}"] = (experts.here, *turned)
         for parts in mixture.experts:
             self._feed_forward(parts, experts.width, experts.bias)
         if mixture.shared is not None:
@@ -256,10 +256,10 @@ def _experts_by_turns(layer: str, experts: Experts, hidden: int, packed: bool) -
     shapes: Shapes = {}
     sizes = ((2 * experts.width, hidden), (hidden, experts.width))
     for name, (rows, inputs) in zip(STACKED, sizes, strict=True):
-        shapes[f"{layer}.{name}_bias"] = (experts.count, rows)
+        shapes[f"{layer}.{name}_bias"] = (experts.here, rows)
         if packed:
-            shapes[f"{layer}.{name}_blocks"] = (experts.count, rows, inputs // 32, 16)
-            shapes[f"{layer}.{name}_scales"] = (experts.count, rows, inputs // 32)
+            shapes[f"{layer}.{name}_blocks"] = (experts.here, rows, inputs // 32, 16)
+            shapes[f"{layer}.{name}_scales"] = (experts.here, rows, inputs // 32)
         else:
-            shapes[f"{layer}.{name}"] = (experts.count, inputs, rows)
+            shapes[f"{layer}.{name}"] = (experts.here, inputs, rows)
     return shapes

@@ -71,7 +71,7 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("run headway/story", "there is no command 'run'; use headway serve MODEL"),
         ("bench http://localhost:8000", "--base-url http://localhost:8000"),
-        ("serve --pipeline-parallel-size 2", "no option --pipeline-parallel-size; stages are not supported yet"),
+        ("serve --cpu-offload-gb 2", "no option --cpu-offload-gb; the whole model is on one device"),
         ("batch in.jsonl", "headway: give --output"),
         ("serve --ctx-size 512", "headway serve has no option --ctx-size; it is called --max-model-len here"),
         ("serve --kv-cache-memory-bytes 4G", "it is called --kv-cache-memory here"),

@@ -35,6 +35,7 @@ from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Sco
 if TYPE_CHECKING:
     from headway.kernels.cpu.rank_board import RankBoard
     from headway.kernels.cpu.ranks import CpuRanks
+    from headway.kernels.ranks import Share
 
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 SCATTERED = 16
@@ -196,11 +197,11 @@ class FurtherKernels:
             self._team.time_jobs(wanted)
         return self._team.times
 
-    def ranks(self, board: RankBoard, hidden: int, vocab: int) -> CpuRanks:
-        """What this process, as a rank of a model with these sizes, says to the others."""
+    def ranks(self, board: RankBoard, share: Share, hidden: int, vocab: int) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks."""
         from headway.kernels.cpu.ranks import CpuRanks
 
-        return CpuRanks(self._team, board, hidden, vocab)
+        return CpuRanks(self._team, board, share, hidden, vocab)
 
 
 def _spans(step: StepGeometry) -> Tensor:

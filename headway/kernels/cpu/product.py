@@ -24,7 +24,7 @@ from headway.kernels.cpu.arithmetic import (
     arithmetic_of,
 )
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
-from headway.kernels.cpu.expert_plan import item_of, pieces_of, row_of
+from headway.kernels.cpu.expert_plan import item_of, pieces_of, row_of, rows_of
 from headway.kernels.cpu.groups import HEADER_BYTES, PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu.ir import VECTOR_BYTES
 from headway.kernels.cpu.matrix import (
@@ -258,6 +258,7 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset,
     tokens, x, x_stride, inputs, order = arg(a, 2), arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
     rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
     plan, gathers = arg(a, 22), arg(a, 23)
+    tokens = rows_of(plan, tokens)
     ordered = take_memory(inputs * x_size) if order != 0 else 0
     row = take_ticket(tickets(a, 0))
     while row < tokens:
