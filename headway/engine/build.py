@@ -34,6 +34,7 @@ from headway.models.quantization import rounds_to
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Request, sequences_of
@@ -167,6 +168,7 @@ def _build(
             groups,
             graphs=not config.enforce_eager,
             folder=folder,
+            draft_states=pool.draft_states,
         )
         executor: Executor = runner
         if followers is not None:
@@ -254,6 +256,7 @@ def _pool(
             model.shape.attention_sinks,
         ),
         "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
+        0 if config.speculative_config is None else MOST_DRAFTS,
     )
 
 
@@ -297,11 +300,6 @@ def _draft(
 ) -> Decoder | None:
     """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
     wanted = config.speculative_config
-    if wanted is not None and target.shape.recurrent:
-        raise EngineError(
-            "speculative_config: this model has recurrent layers, whose states cannot go back behind drafts that were "
-            "refused; leave it out"
-        )
     if wanted is None or wanted.model is None:
         return None
     try:

@@ -23,6 +23,7 @@ from headway.policy.admission.quota import Quotas
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
 from headway.policy.cache.sizing import CPU_SHARE, PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
@@ -191,7 +192,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
 
 
 def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
-    """What is asked for of drafts. Raises PlanError where it is not all said, or drafts cannot be taken back."""
+    """What is asked for of drafts. Raises PlanError where it is not all said, or the model cannot draft."""
     asked = options.speculative_config
     if asked is None:
         if options.acceptance is not None:
@@ -199,8 +200,6 @@ def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
         return None
     if options.acceptance is None:
         raise PlanError("--speculative-config needs --acceptance, which depends on draft, model and text")
-    if found.model.shape.recurrent:
-        raise PlanError(f"--speculative-config: {found.model.name} has recurrent layers, which take no drafts back")
     model = None if asked.model is None else draft_of(asked.model, found.deployment)
     return DraftPlan(asked.num_speculative_tokens, options.acceptance, model)
 
@@ -293,6 +292,7 @@ def _pool(
             block_size,
             found.model.shape.attention_sinks,
         ),
+        draft_states=0 if drafts is None else MOST_DRAFTS,
     )
 
 
