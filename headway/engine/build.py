@@ -15,6 +15,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.draft_head import DraftHead
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
@@ -26,9 +27,10 @@ from headway.engine.roofline import roofline_of
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
 from headway.kernels import kernels_for
-from headway.kernels.interface import KV_CACHE_DTYPES, Kernels
+from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.heads import HiddenInputs, load_mtp_head
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -143,7 +145,7 @@ def _build(
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
     shared = None if followers is None else followers.of(kernels, model_config)
     model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
-    draft = _draft(config, model_config, folder, dtype, kernels, device)
+    draft = _draft(config, model, folder)
     with stages.timed("kv_allocation"):
         grouped = _windows(model_config, cache_dtype)
         windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
@@ -182,7 +184,7 @@ def _build(
         blocks = KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups)
         warm_up(scheduler.config, executor, blocks, kernels.warm_up_tokens)
         _capture(runner)
-        speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
+        speculator = _speculator(config, runner, scheduler, draft)
     roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
     core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
     if config.preloaded:
@@ -295,23 +297,24 @@ def _capture(runner: Runner) -> None:
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
-def _draft(
-    config: EngineConfig, target: ModelConfig, folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device
-) -> Decoder | None:
-    """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
-    wanted = config.speculative_config
-    if wanted is None or wanted.model is None:
+def _draft(config: EngineConfig, model: Decoder, folder: Path) -> Decoder | None:
+    """The draft model or head, if one is asked for. Raises EngineError where there is none, or none that fits."""
+    wanted, how = config.speculative_config, (config.load_format, config.seed)
+    if wanted is None or wanted.method == "ngram":
         return None
+    if wanted.model is None and config.tensor_parallel_size > 1:
+        raise EngineError(f"speculative_config: method {wanted.method!r} does not go with --tensor-parallel-size")
     try:
-        options = dtype, kernels, device, config.load_format, config.seed
-        return load_draft(resolve_model(wanted.model), folder, target.shape.vocab, *options)
+        if wanted.model is None:
+            return load_mtp_head(folder, model, *how, config.quantization)
+        sizes = model.config.shape.vocab, model.dtype
+        return load_draft(resolve_model(wanted.model), folder, *sizes, model.kernels, model.device, *how)
     except ValueError as error:
-        raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
+        named = f"method {wanted.method!r}" if wanted.model is None else f"model {wanted.model!r}"
+        raise EngineError(f"speculative_config: {named}: {error}") from None
 
 
-def _speculator(
-    config: EngineConfig, vocab_size: int, scheduler: Scheduler, draft: Decoder | None, device: torch.device
-) -> Speculator | None:
+def _speculator(config: EngineConfig, target: Runner, scheduler: Scheduler, draft: Decoder | None) -> Speculator | None:
     """What proposes drafts, if that is asked for."""
     wanted = config.speculative_config
     if wanted is None:
@@ -322,13 +325,18 @@ def _speculator(
     blocks, limits = scheduler.blocks, scheduler.config
     sizes = blocks.num_blocks, blocks.block_size
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
-    seats, graphs = limits.max_num_seqs, not config.enforce_eager
-    runner = Runner(draft, draft.kernels, device, draft.dtype, *sizes, seats, longest, graphs=graphs)
+    inputs = draft.weights.embedding
+    seats, graphs = limits.max_num_seqs, not (config.enforce_eager or isinstance(inputs, HiddenInputs))
+    runner = Runner(draft, draft.kernels, draft.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
     empty = KVBlocks(*sizes, enable_prefix_caching=False)
     warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
     _capture(runner)
     drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
-    model = DraftModel(runner, pool, longest, vocab_size)
+    of_model = runner, pool, longest, target.vocab_size
+    model = DraftModel(*of_model)
+    if isinstance(inputs, HiddenInputs):
+        model = head = DraftHead(wanted.method, inputs, *of_model)
+        target.heeds = head.heed
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from itertools import compress
 from pathlib import Path
@@ -50,6 +50,7 @@ class Runner:
 
     Attributes:
         grammars: what sequences are held to; None until one is.
+        heeds: is told the results [T, hidden] of each step, if anybody wants them.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -73,6 +74,7 @@ class Runner:
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
+        self.heeds: Callable[[list[ScheduledSequence], Tensor], None] | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -131,6 +133,8 @@ class Runner:
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)
+        if self.heeds is not None:
+            self.heeds(plan.scheduled, hidden)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if plan.work.logit_rows:
             outcome.prompt_logprobs = logprobs_of_prompts(self.model, hidden, plan.scheduled, sequences)

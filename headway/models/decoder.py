@@ -183,7 +183,7 @@ class DecoderWeights:
 
     embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
     layers: list[LayerWeights]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor | None  # [hidden]; None where the result is the residual stream itself
     lm_head: Linear
     inputs: LayerInputs | None = None
 

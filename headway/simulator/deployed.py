@@ -200,6 +200,8 @@ def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
         return None
     if options.acceptance is None:
         raise PlanError("--speculative-config needs --acceptance, which depends on draft, model and text")
+    if asked.method not in ("ngram", "draft_model"):
+        raise PlanError(f"--speculative-config: method {asked.method!r} is not simulated; ngram and draft_model are")
     model = None if asked.model is None else draft_of(asked.model, found.deployment)
     return DraftPlan(asked.num_speculative_tokens, options.acceptance, model)
 

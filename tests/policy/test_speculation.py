@@ -276,6 +276,7 @@ def test_a_config_of_json() -> None:
         ('{"method": "draft_model", "model": " "}', "model is ' '; method 'draft_model' needs the name"),
         ('{"model": 3}', "model is 3; method 'draft_model' needs the name"),
         ('{"method": "ngram", "model": "x"}', "model is 'x', but method 'ngram' has none"),
+        ('{"method": "mtp", "model": "x"}', "model is 'x', but method 'mtp' has none"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be a whole number from 1 to 64"),
         ('{"num_speculative_tokens": 65}', "num_speculative_tokens is 65"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is True"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
 _LIMITS = {"num_speculative_tokens": 64, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
 _LOOKUP = (None, "ngram", "[ngram]")  # what vLLM's `model` may be where there is no model
 
@@ -19,6 +19,7 @@ class SpeculativeConfig:
     Args:
         method: `ngram`: what followed the last tokens when they stood in the prompt or the output before.
             `draft_model`: what a smaller model says, or what followed before where that is likelier to be right.
+            `mtp`: the same with the head for multi-token prediction that the checkpoint brings.
         model: the smaller model: a folder, a bundled name, a Hugging Face id; only for `draft_model`.
         num_speculative_tokens: most drafts behind a token.
         prompt_lookup_min: least tokens that must have stood there before.
@@ -41,8 +42,8 @@ class SpeculativeConfig:
             raise ValueError(
                 f"model is {self.model!r}; method 'draft_model' needs the name of a small model with the same tokenizer"
             )
-        if self.method == "ngram" and self.model is not None:
-            raise ValueError(f"model is {self.model!r}, but method 'ngram' has none; leave one of them out")
+        if self.method != "draft_model" and self.model is not None:
+            raise ValueError(f"model is {self.model!r}, but method {self.method!r} has none; leave one of them out")
         for name, most in _LIMITS.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
