@@ -30,7 +30,8 @@ from headway.kernels import kernels_for
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.heads import HiddenInputs, load_mtp_head
+from headway.models.eagle import load_eagle_head
+from headway.models.heads import HeadInputs, load_mtp_head
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -43,6 +44,7 @@ from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.speculative_config import HEADS
 
 if TYPE_CHECKING:
     from headway.engine.ranks import Followers
@@ -302,11 +304,13 @@ def _draft(config: EngineConfig, model: Decoder, folder: Path) -> Decoder | None
     wanted, how = config.speculative_config, (config.load_format, config.seed)
     if wanted is None or wanted.method == "ngram":
         return None
-    if wanted.model is None and config.tensor_parallel_size > 1:
+    if wanted.method in HEADS and config.tensor_parallel_size > 1:
         raise EngineError(f"speculative_config: method {wanted.method!r} does not go with --tensor-parallel-size")
     try:
         if wanted.model is None:
             return load_mtp_head(folder, model, *how, config.quantization)
+        if wanted.method == "eagle3":
+            return load_eagle_head(resolve_model(wanted.model), model, config.quantization)
         sizes = model.config.shape.vocab, model.dtype
         return load_draft(resolve_model(wanted.model), folder, *sizes, model.kernels, model.device, *how)
     except ValueError as error:
@@ -326,7 +330,7 @@ def _speculator(config: EngineConfig, target: Runner, scheduler: Scheduler, draf
     sizes = blocks.num_blocks, blocks.block_size
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
     inputs = draft.weights.embedding
-    seats, graphs = limits.max_num_seqs, not (config.enforce_eager or isinstance(inputs, HiddenInputs))
+    seats, graphs = limits.max_num_seqs, not (config.enforce_eager or isinstance(inputs, HeadInputs))
     runner = Runner(draft, draft.kernels, draft.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
     empty = KVBlocks(*sizes, enable_prefix_caching=False)
     warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
@@ -334,7 +338,7 @@ def _speculator(config: EngineConfig, target: Runner, scheduler: Scheduler, draf
     drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
     of_model = runner, pool, longest, target.vocab_size
     model = DraftModel(*of_model)
-    if isinstance(inputs, HiddenInputs):
+    if isinstance(inputs, HeadInputs):
         model = head = DraftHead(wanted.method, inputs, *of_model)
         target.heeds = head.heed
     model.measure(drafting)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.engine.draft_model import MEASURED_TOKENS, DraftModel
 from headway.engine.runner import Runner
-from headway.models.heads import HiddenInputs
+from headway.models.heads import HeadInputs
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.plan import ScheduledSequence, StepPlan
@@ -79,7 +79,7 @@ class DraftHead(DraftModel):
     def __init__(
         self,
         kind: str,
-        inputs: HiddenInputs,
+        inputs: HeadInputs,
         runner: Runner,
         blocks: KVBlocks,
         max_model_len: int,
@@ -88,13 +88,14 @@ class DraftHead(DraftModel):
     ) -> None:
         super().__init__(runner, blocks, max_model_len, vocab_size, clock)
         self.kind = kind
+        self._vocab_size = vocab_size
         self._inputs = inputs
         self._results: dict[int, _Results] = {}
         self._own: dict[int, Tensor] = {}  # the head's last results [hidden], by seq_id
 
     def heed(self, scheduled: list[ScheduledSequence], hidden: Tensor) -> None:
         """Keep the model's results [T, hidden] of a step."""
-        kept, first = hidden.clone(), 0
+        kept, first = self._inputs.kept(hidden), 0
         for item in scheduled:
             rows = kept[first : first + item.num_tokens]
             first += item.num_tokens
@@ -138,12 +139,18 @@ class DraftHead(DraftModel):
         """The results [n, hidden] that the head reads for an item's tokens: the model's, or behind drafts its own."""
         if item.start >= self._lengths[item.seq_id]:
             return self._own[item.seq_id][None]
-        return self._results[item.seq_id].rows(item.start, item.num_tokens)
+        return self._inputs.read(self._results[item.seq_id].rows(item.start, item.num_tokens))
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:
+        """See DraftModel."""
+        best, chosen = super().run(plan)
+        return best, chosen if (ids := self._inputs.ids) is None else [ids[token] for token in chosen]
 
     def measure(self, drafting: Drafting) -> None:
         """See DraftModel; of results that are zeros."""
         for number in range(-len(self._runner.layout.tables.array), 0):
-            zeros = self._inputs.rows.new_zeros(MEASURED_TOKENS + 1, self._inputs.rows.shape[1])
+            zeros = self._inputs.rows.new_zeros(MEASURED_TOKENS + 1, self._inputs.width)
             self._results[number] = _Results(0, len(zeros), [zeros])
         super().measure(drafting)
         self._results.clear()

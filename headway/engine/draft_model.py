@@ -64,7 +64,7 @@ class DraftModel:
         self._runner, self._blocks, self._clock = runner, blocks, clock
         self._manager = BlockManager(blocks)
         self._max_len = max_model_len
-        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._vocab_size = self._num_drawn = min(vocab_size, runner.vocab_size)  # tokens that may come, and in drafts
         self._known: dict[int, Sequence] = {}  # copies of sequences, with drafts behind their tokens
         self._lengths: dict[int, int] = {}  # how many of a copy's tokens are the sequence's
         self._states: dict[int, SequenceState] = {}  # of those that have blocks
@@ -180,7 +180,7 @@ class DraftModel:
     def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:
         """Run a pass; the probabilities of the likeliest tokens of the items that sample, and these tokens."""
         hidden, runner = self._forward(plan), self._runner
-        return runner.kernels.likeliest(runner.model.logits(hidden), self._vocab_size) if len(hidden) else ([], [])
+        return runner.kernels.likeliest(runner.model.logits(hidden), self._num_drawn) if len(hidden) else ([], [])
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """The model's results [R, hidden] for the last tokens of the items that sample."""

@@ -9,8 +9,9 @@ So a head is a decoder of one layer whose embedding knows these results, and run
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,40 +57,68 @@ _NAMES = {
 }
 
 
-@dataclass(slots=True)
-class HiddenInputs:
+class HeadInputs(ABC):
     """The embedding of a head's decoder.
 
     Args:
         rows: [REPEATED, hidden], where results are for a step that may be repeated.
-        given: the results for a longer step; None for zeros, as before the first.
+
+    Attributes:
+        width: numbers of what is kept of a token of the model.
+        ids: the model's ids of the tokens that the head knows; None where it knows all.
     """
 
-    kernels: Kernels
-    embedding: Callable[[Tensor], Tensor]
-    token_norm: Tensor
-    hidden_norm: Tensor
-    projection: Linear
-    eps: float
-    rows: Tensor
-    given: Tensor | None = None
+    def __init__(self, kernels: Kernels, rows: Tensor, width: int) -> None:
+        self.kernels, self.rows, self.width = kernels, rows, width
+        self.ids: list[int] | None = None
+        self._given: Tensor | None = None
 
     def give(self, hidden: Tensor) -> None:
         """The next step reads these results [T, hidden] of the decoder, or of the head itself, one for each token."""
         if len(hidden) <= len(self.rows):
             self.rows[: len(hidden)] = hidden
         else:
-            self.given = hidden
+            self._given = hidden
 
+    def given(self, count: int) -> Tensor:
+        """The results for a step of so many tokens; zeros where none were given, as before the first."""
+        hidden = self.rows[:count] if count <= len(self.rows) else self._given
+        return self.rows.new_zeros(count, self.rows.shape[1]) if hidden is None or len(hidden) != count else hidden
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        """What is kept of a step of the model [T, width], which had these results [T, hidden]; a copy."""
+        return hidden.clone()
+
+    def read(self, kept: Tensor) -> Tensor:
+        """What the head reads [T, hidden] of what was kept."""
+        return kept
+
+    @abstractmethod
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64, which follow those of the results, -> [T, hidden]."""
-        count, kernels = len(token_ids), self.kernels
-        hidden = self.rows[:count] if count <= len(self.rows) else self.given
-        if hidden is None or len(hidden) != count:
-            hidden = self.rows.new_zeros(count, self.rows.shape[1])
-        tokens = kernels.rms_norm(self.embedding(token_ids), self.token_norm, self.eps)
-        hidden = kernels.rms_norm(hidden, self.hidden_norm, self.eps)
-        return self.projection(kernels.join(tokens[:, None], hidden[:, None])[:, 0])
+
+
+class MtpInputs(HeadInputs):
+    """Token and result, each normed, and projected to the width of one."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        rows: Tensor,
+        embedding: Callable[[Tensor], Tensor],
+        norms: tuple[Tensor, Tensor],
+        projection: Linear,
+        eps: float,
+    ) -> None:
+        super().__init__(kernels, rows, rows.shape[1])
+        self._embedding, self._norms, self._projection, self._eps = embedding, norms, projection, eps
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """See HeadInputs."""
+        kernels, (of_tokens, of_hidden) = self.kernels, self._norms
+        tokens = kernels.rms_norm(self._embedding(token_ids), of_tokens, self._eps)
+        hidden = kernels.rms_norm(self.given(len(token_ids)), of_hidden, self._eps)
+        return self._projection(kernels.join(tokens[:, None], hidden[:, None])[:, 0])
 
 
 class NormedHead:
@@ -111,7 +140,7 @@ class NormedHead:
 def load_mtp_head(folder: Path, model: Decoder, load_format: str, seed: int, quantization: str) -> Decoder:
     """Load the head of a folder for the decoder of the same folder, with whose embedding and output layer it works.
 
-    Of several heads the first is taken, for all drafts. Its embedding is HiddenInputs.
+    Of several heads the first is taken, for all drafts. Its embedding is MtpInputs.
 
     Args:
         load_format, seed, quantization: see load_model.
@@ -186,15 +215,8 @@ class _HeadAssembler(Assembler):
     def head_weights(self, index: int, names: _Names, decoder: DecoderWeights) -> DecoderWeights:
         config, kernels, cache = self._config, self._kernels, self._config.caches[index]
         rows = torch.zeros(REPEATED, config.shape.hidden, dtype=self._dtype, device=self._device)
-        inputs = HiddenInputs(
-            kernels,
-            decoder.embedding,
-            self._norm(names.token_norm),
-            self._norm(names.hidden_norm),
-            self._linear(names.projection),
-            config.rms_norm_eps,
-            rows,
-        )
+        norms = self._norm(names.token_norm), self._norm(names.hidden_norm)
+        inputs = MtpInputs(kernels, rows, decoder.embedding, norms, self._linear(names.projection), config.rms_norm_eps)
         norm, layer = self._norm(names.norm), self._layer(index, cache)
         if names.is_normed:
             return DecoderWeights(inputs, [layer], norm, decoder.lm_head)

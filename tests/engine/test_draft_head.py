@@ -15,6 +15,7 @@ from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Sequence
 from headway.policy.step.speculation import Proposal
 from tests.engine.eager import check_same, draft_always, try_all_drafts
+from tests.models import test_eagle as eagle
 from tests.models import tiny
 from tests.models.test_heads import Reference, save
 
@@ -37,13 +38,24 @@ def build(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **given | options)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next"])
+def saved(case: str, folder: Path) -> tuple[Any, dict[str, Any], list[int]]:
+    """The reference of a model and head that are saved, what asks for it, and the model's ids of its tokens."""
+    if case != "eagle3":
+        reference = Reference(case, *save(case, folder, max_position_embeddings=256, eos_token_id=0))
+        return reference, CONFIG, list(range(131))
+    model = tiny.save("llama", folder, eagle.MODEL)
+    of_eagle = eagle.Reference(model, eagle.save(folder / "head"))
+    return of_eagle, CONFIG | {"method": "eagle3", "model": str(folder / "head")}, of_eagle.ids.tolist()
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next", "eagle3"])
 @torch.inference_mode()
 def test_drafts_are_those_of_the_reference_and_tokens_those_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    reference = Reference(case, *save(case, tmp_path, max_position_embeddings=256, eos_token_id=0))
-    llm = build(tmp_path, enable_prefix_caching=False)  # else results of prompts are missing the second time
+    reference, wanted, ids = saved(case, tmp_path)
+    # With a prefix cache, results of prompts would be missing the second time.
+    llm = build(tmp_path, enable_prefix_caching=False, speculative_config=wanted)
     core, prompts = llm.engine.core, [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     speculator = core.speculator
     assert speculator is not None and speculator.model is not None
@@ -61,12 +73,12 @@ def test_drafts_are_those_of_the_reference_and_tokens_those_without(
     counts = try_all_drafts(monkeypatch, llm)
     draft_always(monkeypatch, 3)
     check_same(plain, llm.generate(prompts, WANTED), exact=True)
-    assert counts["tried"] > 300 and len(made) > 100
+    assert counts["tried"] > 300 and len(made) > 100 and model.kind == wanted["method"]
     for tokens, drafts in list(made.items())[::7]:
         hidden, behind = reference.hidden(list(tokens[:-1])), list(tokens[1:])
         for draft in drafts:
             logits, carried = reference(hidden, behind)
-            assert draft == int(logits[-1].argmax())
+            assert draft == ids[int(logits[-1].argmax())]
             hidden, behind = torch.cat([hidden, carried[-1:]]), [*behind, draft]
     core.check()
     assert not model._known and model._blocks.num_free == model._blocks.num_blocks

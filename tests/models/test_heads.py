@@ -16,7 +16,7 @@ from headway.kernels import kernels_for
 from headway.kernels.interface import Kernels
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelError
-from headway.models.heads import HiddenInputs, load_mtp_head
+from headway.models.heads import MtpInputs, load_mtp_head
 from headway.models.loading import load_model
 from tests.models import tiny
 from tests.models.paging import PagedModel
@@ -102,7 +102,7 @@ def test_logits_of_a_head_equal_the_reference(tmp_path: Path, case: str, kernels
     model = load_model(tmp_path, torch.float32, kernels)
     head = load_mtp_head(tmp_path, model, "auto", 0, "none")
     inputs = head.weights.embedding
-    assert isinstance(inputs, HiddenInputs) and len(head.config.caches) == 1
+    assert isinstance(inputs, MtpInputs) and len(head.config.caches) == 1
     paged = PagedModel(head, [[*tokens[1:], next_token]])
     (sequence,) = paged.sequences
     for rows in (given[:13], given[13:], carried[-1:]):
