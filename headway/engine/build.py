@@ -13,6 +13,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.draft_head import DraftHead
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
@@ -27,16 +28,20 @@ from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.eagle import load_eagle_head
+from headway.models.heads import HeadInputs, load_mtp_head
 from headway.models.loading import load_model, resolve_model
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.cache.sizing import PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.speculative_config import HEADS
 
 StageListener = Callable[[str, int], None]
 
@@ -113,7 +118,7 @@ def _build(
     if followers is not None:
         followers.assign(start.asked_len)
     model = _load(start, stages, cache)
-    draft = _draft(start)
+    draft = _draft(start, model)
     with stages.timed("kv_allocation"):
         pool = _allocate(start, model, draft)
         size, runner = pool.size, pool.runner
@@ -125,7 +130,9 @@ def _build(
         blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        hooks: list[StepHooks] = [] if config.speculative_config is None else [_speculator(start, scheduler, draft)]
+        hooks: list[StepHooks] = (
+            [] if config.speculative_config is None else [_speculator(start, runner, scheduler, draft)]
+        )
         if config.role != "both" and runner.host is not None:
             from headway.engine.handover import Handovers, layout_of
 
@@ -215,6 +222,7 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
         groups,
         graphs=not config.enforce_eager,
         folder=start.folder,
+        draft_states=size.draft_states,
     )
     executor: Executor = runner
     if start.followers is not None:
@@ -281,6 +289,7 @@ def _pool(
             model.shape.attention_sinks,
         ),
         "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
+        0 if config.speculative_config is None else MOST_DRAFTS,
     )
 
 
@@ -319,27 +328,32 @@ def _capture(runner: Runner) -> None:
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
-def _draft(start: Prepared) -> Decoder | None:
-    """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
-    config, target = start.config, start.model
+def _draft(start: Prepared, model: Decoder) -> Decoder | None:
+    """The draft model or head, if one is asked for. Raises EngineError where there is none, or none that fits."""
+    config, folder, how = start.config, start.folder, (start.config.load_format, start.config.seed)
     wanted = config.speculative_config
-    if wanted is not None and target.shape.recurrent:
+    if wanted is not None and config.ranks > 1 and (wanted.method in HEADS or model.config.shape.recurrent):
+        layers = " for a model with recurrent layers" if wanted.method not in HEADS else ""
         raise EngineError(
-            "speculative_config: this model has recurrent layers, whose states cannot go back behind drafts that were "
-            "refused; leave it out"
+            f"speculative_config: method {wanted.method!r}{layers} does not go with several ranks; leave one out"
         )
-    if wanted is None or wanted.model is None:
+    if wanted is None or wanted.method == "ngram":
         return None
     try:
-        options = start.dtype, start.kernels, start.device, config.load_format, config.seed
-        return load_draft(resolve_model(wanted.model), start.folder, target.shape.vocab, *options)
+        if wanted.model is None:
+            return load_mtp_head(folder, model, *how, config.quantization)
+        if wanted.method == "eagle3":
+            return load_eagle_head(resolve_model(wanted.model), model, config.quantization)
+        sizes = model.config.shape.vocab, model.dtype
+        return load_draft(resolve_model(wanted.model), folder, *sizes, model.kernels, model.device, *how)
     except ValueError as error:
-        raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
+        named = f"method {wanted.method!r}" if wanted.model is None else f"model {wanted.model!r}"
+        raise EngineError(f"speculative_config: {named}: {error}") from None
 
 
-def _speculator(start: Prepared, scheduler: Scheduler, draft: Decoder | None) -> Speculator:
+def _speculator(start: Prepared, target: Runner, scheduler: Scheduler, draft: Decoder | None) -> Speculator:
     """What proposes drafts."""
-    wanted = start.config.speculative_config
+    config, wanted = start.config, start.config.speculative_config
     assert wanted is not None
     most = wanted.num_speculative_tokens
     if draft is None:
@@ -347,13 +361,18 @@ def _speculator(start: Prepared, scheduler: Scheduler, draft: Decoder | None) ->
     blocks, limits = scheduler.blocks, scheduler.config
     sizes = blocks.num_blocks, blocks.block_size
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
-    seats, graphs = limits.max_num_seqs, not start.config.enforce_eager
-    runner = Runner(draft, draft.kernels, start.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
+    inputs = draft.weights.embedding
+    seats, graphs = limits.max_num_seqs, not (config.enforce_eager or isinstance(inputs, HeadInputs))
+    runner = Runner(draft, draft.kernels, draft.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
     empty = KVBlocks(*sizes, enable_prefix_caching=False)
     warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
     _capture(runner)
-    drafting, pool = Drafting(most), KVBlocks(*sizes, start.config.enable_prefix_caching)
-    model = DraftModel(runner, pool, longest, start.model.shape.vocab)
+    drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
+    of_model = runner, pool, longest, target.vocab_size
+    model = DraftModel(*of_model)
+    if isinstance(inputs, HeadInputs):
+        model = head = DraftHead(wanted.method, inputs, *of_model)
+        target.heeds = head.heed
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 

@@ -189,7 +189,9 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         SpeculativeConfig | None,
         _engine(
             'Try drafts, which change no token, where they are predicted to pay: {"method": "ngram"} drafts from the '
-            'prompt and the output, {"method": "draft_model", "model": NAME} with a small model, too. Further keys: '
+            'prompt and the output, {"method": "draft_model", "model": NAME} with a small model, too, and '
+            '{"method": "mtp"} with the checkpoint\'s head for multi-token prediction, '
+            '{"method": "eagle3", "model": NAME} with a head of EAGLE-3. Further keys: '
             "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
             parse=SpeculativeConfig.of,
             metavar="JSON",

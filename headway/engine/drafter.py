@@ -224,7 +224,8 @@ class Speculator(StepHooks):
             by_model_ns = self._clock() - searched
         for seq_id, drafts in policy.choose(proposals, len(decoding), with_prompts).items():
             scheduler.propose(seq_id, drafts)
-            self._kinds[seq_id] = "draft_model" if proposals[seq_id].confidences else "ngram"
+            by_model = self.model if proposals[seq_id].confidences else None
+            self._kinds[seq_id] = "ngram" if by_model is None else by_model.kind
         ended = self._clock()
         policy.spent(self._learning_ns + ended - began - by_model_ns)
         scheduler.accounting.record_drafting(running, began, ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from itertools import compress
 from pathlib import Path
@@ -43,12 +43,14 @@ class Runner:
         max_num_seqs, max_model_len: bounds of the block table array.
         host_blocks: how many blocks in host memory preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
+        draft_states: those before drafts: so many drafts may be in a step.
         groups: KV cache groups; empty where one block table is for all.
         graphs: on a GPU, launch decode steps as CUDA graphs.
         folder: the checkpoint's, whose tokenizer.json grammars need.
 
     Attributes:
         grammars: what sequences are held to; None until one is.
+        heeds: is told the results [T, hidden] of each step, if anybody wants them.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -68,9 +70,11 @@ class Runner:
         groups: Groups = (),
         graphs: bool = False,
         folder: Path | None = None,
+        draft_states: int = 0,
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
+        self.heeds: Callable[[list[ScheduledSequence], Tensor], None] | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -85,11 +89,13 @@ class Runner:
             shares = [self._paged[0].keys[0].numel() // tensor[0].numel() for tensor in of_groups]
         else:
             shares = [1]
-            self.caches = zero_caches(*pool, max_num_seqs + checkpoints)
+            self.caches = zero_caches(*pool, max_num_seqs + checkpoints + draft_states)
             caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
             self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
-        self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
+        slots = max_num_seqs, checkpoints, draft_states
+        self._states = StateSlots(*slots, device) if config.shape.recurrent else None
+        self._takes_drafts = self._states is None or draft_states > 0
         self.sampler = Sampler(config.shape.vocab, device, kernels.draw, kernels.forbid)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)
         self._has_experts = config.routing is not None
@@ -127,6 +133,8 @@ class Runner:
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)
+        if self.heeds is not None:
+            self.heeds(plan.scheduled, hidden)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if plan.work.logit_rows:
             outcome.prompt_logprobs = logprobs_of_prompts(self.model, hidden, plan.scheduled, sequences)
@@ -147,7 +155,7 @@ class Runner:
         if routed is not None:
             outcome.routing = self.kernels.routing_counts().since(routed)
         outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
-        if grammars is not None and self._states is None:
+        if grammars is not None and self._takes_drafts:
             outcome.drafts = grammars.foresee(plan.scheduled, sequences, outcome.tokens)
         return outcome
 
@@ -215,6 +223,8 @@ class Runner:
         """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
         self.layout.reset()
         self.sampler.reset()
+        if self._states is not None:
+            self._states.reset()
         if self.grammars is not None:
             self.grammars.reset()
 
@@ -278,6 +288,8 @@ class Runner:
                 outcome.logprobs.pop(seq_id, None)
                 if mask:
                     outcome.reasons[seq_id] = mask
+        if self._states is not None and max(rows) > 1:
+            self._states.accept(scheduled, outcome.tokens)
 
 
 def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequence]) -> list[Mask | None]:

@@ -184,7 +184,7 @@ class DecoderWeights:
 
     embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
     layers: list[LayerWeights]
-    final_norm: Tensor | None  # [hidden]; None where the layers of another stage follow
+    final_norm: Tensor | None  # [hidden]; None where layers of another stage follow, or the residual stream is wanted
     lm_head: Linear
     inputs: LayerInputs | None = None
     add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
@@ -196,6 +196,10 @@ class Decoder:
     It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and addresses depend
     only on the sizes of a step, and nothing waits for the device but the mixtures of the reference kernels, so a step
     can be captured in a graph where the kernels allow it. Under torch.inference_mode() dispatch takes least time.
+
+    Attributes:
+        taps: layers whose results, as they enter the next layer, are kept of each step; none by default.
+        tapped: those of the last step, [T, hidden] each. They hold until the next step.
 
     Args:
         max_model_len: positions to prepare tables for; None takes the config's max_model_len. Without attention sinks,
@@ -223,6 +227,9 @@ class Decoder:
         self._eps, self._residual_eps = config.rms_norm_eps, config.residual_eps
         self._add_rms_norm = weights.add_rms_norm or kernels.add_rms_norm
         self._identity = object()
+        self.taps: tuple[int, ...] = ()
+        self.tapped: list[Tensor] = []
+        self._tapped_of: dict[int, list[Tensor]] = {}  # of steps that are repeated, by their tokens
         sinks = config.shape.attention_sinks
         of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
         tables = rope_tables(config.rope, *of_tables)
@@ -255,10 +262,13 @@ class Decoder:
         if not step.repeatable:
             return self._layers_of(token_ids, step, caches)
         key = (self._identity, len(token_ids))
-        return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
+        hidden = self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
+        self.tapped = self._tapped_of.get(len(token_ids), self.tapped)
+        return hidden
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         rms_norm, eps, steps = self.kernels.rms_norm, self._eps, step.groups
+        tapped: list[Tensor] = []
         residual = self.weights.embedding(token_ids)
         inputs = None if self.weights.inputs is None else self.weights.inputs(token_ids, residual)
         first = self.weights.layers[0].mixer_norm
@@ -279,6 +289,12 @@ class Decoder:
             else:
                 residual = layer.end(added, residual, None if inputs is None else inputs[:, number])
                 hidden = residual if next_norm is None else rms_norm(residual, next_norm, self._residual_eps)
+            if number in self.taps:
+                tapped.append(self.kernels.join(residual[:, None], residual[:, None, :0])[:, 0])  # a copy
+        if self.taps:
+            self.tapped = tapped
+            if step.repeatable:
+                self._tapped_of[len(token_ids)] = tapped
         return hidden
 
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:

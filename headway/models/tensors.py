@@ -119,6 +119,13 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     return shapes
 
 
+def layer_tensors(config: ModelConfig, index: int, stacked: bool) -> Shapes:
+    """Name and shape of every tensor of a layer; see expected_tensors()."""
+    tensors = _Tensors(config, stacked)
+    tensors.layer(index, config.caches[index])
+    return tensors.shapes
+
+
 class _Tensors:
     """The tensors named so far; each method adds those of one part."""
 

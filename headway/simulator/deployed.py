@@ -23,6 +23,7 @@ from headway.policy.admission.quota import Quotas
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
 from headway.policy.cache.sizing import CPU_SHARE, PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
@@ -217,7 +218,7 @@ def _check_static(options: ServerOptions) -> None:
 
 
 def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
-    """What is asked for of drafts. Raises PlanError where it is not all said, or drafts cannot be taken back."""
+    """What is asked for of drafts. Raises PlanError where it is not all said, or the model cannot draft."""
     asked = options.speculative_config
     if asked is None:
         if options.acceptance is not None:
@@ -225,8 +226,8 @@ def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
         return None
     if options.acceptance is None:
         raise PlanError("--speculative-config needs --acceptance, which depends on draft, model and text")
-    if found.model.shape.recurrent:
-        raise PlanError(f"--speculative-config: {found.model.name} has recurrent layers, which take no drafts back")
+    if asked.method not in ("ngram", "draft_model"):
+        raise PlanError(f"--speculative-config: method {asked.method!r} is not simulated; ngram and draft_model are")
     model = None if asked.model is None else draft_of(asked.model, found.deployment)
     return DraftPlan(asked.num_speculative_tokens, options.acceptance, model)
 
@@ -319,6 +320,7 @@ def _pool(
             block_size,
             found.model.shape.attention_sinks,
         ),
+        draft_states=0 if drafts is None else MOST_DRAFTS,
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from headway.policy.cache.block_manager import BlockManager
 from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import HostPool
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.accounting import Accounting, StepTimes
@@ -234,10 +235,14 @@ class Scheduler:
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
         if len(self.sequences.waiting) or not self.accounting.all_decode(len(self.running)):
             spare -= self.blocks.block_size
-        spare = min(spare, self.policy.most_drafts(work_of(plan.scheduled)))
+        spare, states = min(spare, self.policy.most_drafts(work_of(plan.scheduled))), self.block_manager.states
+        if states is not None:
+            spare = min(spare, MOST_DRAFTS)
         for item in plan.scheduled:
             sequence = self.sequences.by_id[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
+            if states is not None:
+                most = min(most, states.most_drafts(item.start))
             proposed = drafts.get(item.seq_id, [])[: max(0, most)]
             if proposed and self.block_manager.extend(sequence, 1 + len(proposed), plan):
                 item.token_ids += proposed
@@ -434,11 +439,8 @@ class Scheduler:
     def propose(self, seq_id: int, drafts: list[int]) -> None:
         """Have the next step try these drafts, if the sequence decodes in it.
 
-        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them. So are those of
-        models with recurrent layers, whose states cannot go back behind drafts that were refused.
+        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them.
         """
-        if self.blocks.checkpoints is not None:
-            return
         sequence = self.sequences.by_id.get(seq_id)
         if sequence is not None and drafts and not sequence.params.penalises:
             self._drafts[seq_id] = drafts
