@@ -236,14 +236,13 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"num_threads is {self.num_threads}, which cannot be divided among {self.ranks} ranks "
                 "(tensor_parallel_size and pipeline_parallel_size); give a multiple"
             )
+        if self.role != "both":
+            self._check_handover()
 
     @property
     def ranks(self) -> int:
         """Processes that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
-
-        if self.role != "both":
-            self._check_handover()
 
     def _check_handover(self) -> None:
         if self.role not in ROLES:
@@ -253,7 +252,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"role is {self.role}, which needs a key of {LEAST_KEY} characters or more that all servers of both "
                 f"roles have; set {KEY_VARIABLE}"
             )
-        if self.tensor_parallel_size > 1:
+        if self.ranks > 1:
             raise ValueError(f"role is {self.role}, and prompts of several ranks are not handed over; leave one out")
         if self.record_steps is not None:
             raise ValueError(f"role is {self.role}, and recordings have no prompts of others; leave record_steps out")

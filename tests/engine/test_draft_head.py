@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headway import LLM, SamplingParams
-from headway.engine.build import EngineError
+from headway.engine.drafter import Speculator
+from headway.engine.prepare import EngineError
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Sequence
 from headway.policy.step.speculation import Proposal
@@ -57,11 +58,11 @@ def test_drafts_are_those_of_the_reference_and_tokens_those_without(
     # With a prefix cache, results of prompts would be missing the second time.
     llm = build(tmp_path, enable_prefix_caching=False, speculative_config=wanted)
     core, prompts = llm.engine.core, [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    speculator = core.speculator
-    assert speculator is not None and speculator.model is not None
-    core.speculator = None
+    (speculator,) = core.hooks
+    assert isinstance(speculator, Speculator) and speculator.model is not None
+    core.hooks = []
     plain = llm.generate(prompts, WANTED)
-    core.speculator, model, made = speculator, speculator.model, dict[tuple[int, ...], list[int]]()
+    core.hooks, model, made = [speculator], speculator.model, dict[tuple[int, ...], list[int]]()
     propose = model.propose
 
     def noting(sequences: list[Sequence], drafting: Drafting) -> dict[int, Proposal]:
