@@ -152,8 +152,9 @@ def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM
     made["ngram"] = Speculator(NgramDrafter(wanted), most, scheduler)
     for bound in arguments.num_speculative_tokens:
         speculator.model.measure(drafting := Drafting(bound))
-        by_model = {"model": speculator.model, "drafting": drafting}
-        made[_drafts(arguments, bound)] = Speculator(NgramDrafter(wanted), bound, scheduler, **by_model)
+        made[_drafts(arguments, bound)] = Speculator(
+            NgramDrafter(wanted), bound, scheduler, model=speculator.model, drafting=drafting
+        )
     return llm, made
 
 

@@ -340,7 +340,7 @@ def _speculator(config: EngineConfig, target: Runner, scheduler: Scheduler, draf
     model = DraftModel(*of_model)
     if isinstance(inputs, HeadInputs):
         model = head = DraftHead(wanted.method, inputs, *of_model)
-        target.heeds = head.heed
+        target.results = head.results
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 

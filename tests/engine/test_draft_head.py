@@ -11,6 +11,7 @@ import torch
 
 from headway import LLM, SamplingParams
 from headway.engine.build import EngineError
+from headway.engine.draft_head import DraftHead
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Sequence
 from headway.policy.step.speculation import Proposal
@@ -82,6 +83,7 @@ def test_drafts_are_those_of_the_reference_and_tokens_those_without(
             hidden, behind = torch.cat([hidden, carried[-1:]]), [*behind, draft]
     core.check()
     assert not model._known and model._blocks.num_free == model._blocks.num_blocks
+    assert isinstance(model, DraftHead) and not model.results._of and not model._own
     assert core.scheduler.blocks.usage == 0.0
 
 
