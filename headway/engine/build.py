@@ -372,7 +372,7 @@ def _speculator(start: Prepared, target: Runner, scheduler: Scheduler, draft: De
     model = DraftModel(*of_model)
     if isinstance(inputs, HeadInputs):
         model = head = DraftHead(wanted.method, inputs, *of_model)
-        target.heeds = head.heed
+        target.results = head.results
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 

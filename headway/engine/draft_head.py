@@ -29,8 +29,8 @@ _MOST_MISSING = 64
 
 
 @dataclass(slots=True)
-class _Results:
-    """The model's results of a sequence for positions `first` to `end` - 1, in parts [n, hidden]."""
+class _Rows:
+    """Results of a sequence for positions `first` to `end` - 1, in parts [n, hidden]."""
 
     first: int
     end: int
@@ -66,12 +66,57 @@ class _Results:
         return rows[max(0, -missing) :][:count]
 
 
+class ModelResults:
+    """What the model's steps gave for sequences, by seq_id, as far as a head has not read it.
+
+    Args:
+        inputs: says what is kept of a step.
+    """
+
+    def __init__(self, inputs: HeadInputs) -> None:
+        self._inputs = inputs
+        self._of: dict[int, _Rows] = {}
+
+    def heed(self, scheduled: list[ScheduledSequence], hidden: Tensor) -> None:
+        """Keep the results [T, hidden] of a step."""
+        kept, first = self._inputs.kept(hidden), 0
+        for item in scheduled:
+            known = self._of.setdefault(item.seq_id, _Rows(item.start, item.start))
+            known.append(item.start, kept[first : first + item.num_tokens].clone())
+            first += item.num_tokens
+        while len(self._of) > 1 and sum(map(len, self._of.values())) > MOST_KEPT:
+            del self._of[max(self._of, key=lambda seq_id: len(self._of[seq_id]))]
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended, or is computed again; does nothing for an unknown one."""
+        self._of.pop(seq_id, None)
+
+    def reach(self, seq_id: int, start: int, end: int) -> bool:
+        """Whether all but a few results of these positions are there."""
+        known = self._of.get(seq_id)
+        return known is not None and known.first - start <= _MOST_MISSING and end <= known.end
+
+    def read(self, seq_id: int, start: int, count: int) -> Tensor:
+        """What the head reads [count, hidden] of positions that are reached. Those before the last are forgotten."""
+        known = self._of[seq_id]
+        rows = known.rows(start, count)
+        known.drop(start + count - 1)
+        return self._inputs.read(rows)
+
+    def begin(self, seq_id: int, count: int) -> None:
+        """Zeros for the first positions of a sequence."""
+        self._of[seq_id] = _Rows(0, count, [self._inputs.rows.new_zeros(count, self._inputs.width)])
+
+
 class DraftHead(DraftModel):
-    """Makes drafts with a head. Arguments as those of DraftModel; `heed` is told of the model's steps.
+    """Makes drafts with a head. Arguments as those of DraftModel.
 
     Args:
         kind: what its drafts are called in metrics.
         inputs: where the head reads results.
+
+    Attributes:
+        results: those of the model, which is to give them.
     """
 
     _skipped = 1
@@ -90,33 +135,20 @@ class DraftHead(DraftModel):
         self.kind = kind
         self._vocab_size = vocab_size
         self._inputs = inputs
-        self._results: dict[int, _Results] = {}
+        self.results = ModelResults(inputs)
         self._own: dict[int, Tensor] = {}  # the head's last results [hidden], by seq_id
-
-    def heed(self, scheduled: list[ScheduledSequence], hidden: Tensor) -> None:
-        """Keep the model's results [T, hidden] of a step."""
-        kept, first = self._inputs.kept(hidden), 0
-        for item in scheduled:
-            rows = kept[first : first + item.num_tokens]
-            first += item.num_tokens
-            known = self._results.setdefault(item.seq_id, _Results(item.start, item.start))
-            known.append(item.start, rows)
-        while len(self._results) > 1 and sum(map(len, self._results.values())) > MOST_KEPT:
-            del self._results[max(self._results, key=lambda seq_id: len(self._results[seq_id]))]
 
     def forget(self, seq_id: int) -> None:
         """A sequence has ended; does nothing for an unknown one."""
         super().forget(seq_id)
-        self._results.pop(seq_id, None)
         self._own.pop(seq_id, None)
 
     def _followed(self, sequence: Sequence) -> Sequence | None:
-        copy, known = super()._followed(sequence), self._results.get(sequence.seq_id)
-        if copy is None or known is None:
+        copy = super()._followed(sequence)
+        if copy is None:
             return None
         length = len(copy.tokens)
-        start = length - self._lacks(copy)
-        return copy if known.first - start <= _MOST_MISSING and length <= known.end else None
+        return copy if self.results.reach(sequence.seq_id, length - self._lacks(copy), length) else None
 
     def _agreed(self, drafts: list[int], new: list[int]) -> int:
         """None: what was computed of drafts was of the head's own results."""
@@ -125,21 +157,15 @@ class DraftHead(DraftModel):
     def _forward(self, plan: StepPlan) -> Tensor:
         self._inputs.give(torch.cat([self._read(item) for item in plan.scheduled]))
         hidden = super()._forward(plan)
-        own = hidden.clone()
-        at = 0
-        for item in plan.scheduled:
-            if item.start < self._lengths[item.seq_id]:
-                self._results[item.seq_id].drop(item.start + item.num_tokens - 1)
-            if item.samples:
-                self._own[item.seq_id] = own[at]
-                at += 1
+        sampling = [item.seq_id for item in plan.scheduled if item.samples]
+        self._own.update(zip(sampling, hidden.clone(), strict=True))
         return hidden
 
     def _read(self, item: ScheduledSequence) -> Tensor:
         """The results [n, hidden] that the head reads for an item's tokens: the model's, or behind drafts its own."""
         if item.start >= self._lengths[item.seq_id]:
             return self._own[item.seq_id][None]
-        return self._inputs.read(self._results[item.seq_id].rows(item.start, item.num_tokens))
+        return self.results.read(item.seq_id, item.start, item.num_tokens)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:
@@ -149,8 +175,9 @@ class DraftHead(DraftModel):
 
     def measure(self, drafting: Drafting) -> None:
         """See DraftModel; of results that are zeros."""
-        for number in range(-len(self._runner.layout.tables.array), 0):
-            zeros = self._inputs.rows.new_zeros(MEASURED_TOKENS + 1, self._inputs.width)
-            self._results[number] = _Results(0, len(zeros), [zeros])
+        numbers = range(-len(self._runner.layout.tables.array), 0)
+        for number in numbers:
+            self.results.begin(number, MEASURED_TOKENS + 1)
         super().measure(drafting)
-        self._results.clear()
+        for number in numbers:
+            self.results.forget(number)

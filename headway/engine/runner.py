@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from itertools import compress
 from pathlib import Path
@@ -29,6 +29,7 @@ from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
 if TYPE_CHECKING:
+    from headway.engine.draft_head import ModelResults
     from headway.engine.grammars import Grammars
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
@@ -50,7 +51,7 @@ class Runner:
 
     Attributes:
         grammars: what sequences are held to; None until one is.
-        heeds: is told the results [T, hidden] of each step, if anybody wants them.
+        results: keeps the results of steps for a head that makes drafts; None for none.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -74,7 +75,7 @@ class Runner:
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
-        self.heeds: Callable[[list[ScheduledSequence], Tensor], None] | None = None
+        self.results: ModelResults | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -133,8 +134,8 @@ class Runner:
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)
-        if self.heeds is not None:
-            self.heeds(plan.scheduled, hidden)
+        if self.results is not None:
+            self.results.heed(plan.scheduled, hidden)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if plan.work.logit_rows:
             outcome.prompt_logprobs = logprobs_of_prompts(self.model, hidden, plan.scheduled, sequences)
@@ -205,6 +206,8 @@ class Runner:
                 self.grammars.forget(seq_id)
             if self._states is not None:
                 self._states.forget(seq_id)
+            if self.results is not None:
+                self.results.forget(seq_id)
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
 

@@ -86,8 +86,8 @@ class HeadInputs(ABC):
         return self.rows.new_zeros(count, self.rows.shape[1]) if hidden is None or len(hidden) != count else hidden
 
     def kept(self, hidden: Tensor) -> Tensor:
-        """What is kept of a step of the model [T, width], which had these results [T, hidden]; a copy."""
-        return hidden.clone()
+        """What is kept of a step of the model [T, width], which had these results [T, hidden]."""
+        return hidden
 
     def read(self, kept: Tensor) -> Tensor:
         """What the head reads [T, hidden] of what was kept."""

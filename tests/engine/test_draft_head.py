@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headway import LLM, SamplingParams
+from headway.engine.draft_head import DraftHead
 from headway.engine.drafter import Speculator
 from headway.engine.prepare import EngineError
 from headway.policy.step.drafting import Drafting
@@ -83,6 +84,7 @@ def test_drafts_are_those_of_the_reference_and_tokens_those_without(
             hidden, behind = torch.cat([hidden, carried[-1:]]), [*behind, draft]
     core.check()
     assert not model._known and model._blocks.num_free == model._blocks.num_blocks
+    assert isinstance(model, DraftHead) and not model.results._of and not model._own
     assert core.scheduler.blocks.usage == 0.0
 
 

@@ -168,7 +168,7 @@ def part_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
     names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
-    rows = _apart_rows(views) + _goodput_rows(views)
+    rows = _apart_rows(views) + _answer_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
     if len(stated) == len(names) > 1 and all(limits == stated[names[0]] for limits in stated.values()):
         stated = {"each": stated[names[0]]}
@@ -199,6 +199,30 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
         if not any(metric in view.from_schedule for view in views):
             continue
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
+    return rows
+
+
+def _answer_rows(views: Sequence[Summary]) -> list[Row]:
+    """How long answers were, in tokens and in steps of the server."""
+    if not any(view.answers for view in views):
+        return []
+    rows: list[Row] = []
+    for key, label in (("output_tokens", "output tokens"), ("steps", "steps")):
+        found = [view.answers.get(key) for view in views]
+        rows += [
+            (f"{label} of an answer, mean", [NOTHING if each is None else number(each.mean) for each in found]),
+            ("  standard deviation", [NOTHING if each is None else number(each.std) for each in found]),
+        ]
+        for p in (90.0, 99.0):
+            rows.append(
+                (f"  P{p:g}", [NOTHING if each is None else percentile_cell(each.percentile(p)) for each in found])
+            )
+    per_step = [
+        view.answers["output_tokens"].mean / view.answers["steps"].mean if view.answers else 0.0 for view in views
+    ]
+    rows.append(("tokens of a step", [number(each) if each else NOTHING for each in per_step]))
+    cut = [view.ended_by.get("length", 0) / view.completed if view.completed else 0.0 for view in views]
+    rows.append(("ended by max_tokens", [f"{100 * each:.3g} %" for each in cut]))
     return rows
 
 

@@ -142,6 +142,8 @@ def summarise(
         tokens=tokens,
         resent=sum(record.resent > 0 for record in records),
         cancelled=sum(record.cancelled for record in records),
+        answers=_answers(latencies, percentiles),
+        ended_by=dict(Counter(record.finish_reason or "unknown" for record in latencies.records)),
         attainment=attainment(
             records, objectives, duration_s=(ended_ns - began_ns) / 1e9, by_class=objectives_by_class
         ),
@@ -195,6 +197,13 @@ def _tps(latencies: Latencies) -> Distribution | None:
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
     lengths = phase_lengths(latencies.records)
     return {phase: distribution(each, percentiles) for phase, each in lengths.items()}
+
+
+def _answers(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
+    if not latencies.output_tokens.any():
+        return {}
+    found = {"output_tokens": latencies.output_tokens, "steps": latencies.steps}
+    return {name: distribution(values.astype(float), percentiles) for name, values in found.items()}
 
 
 def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headway.bench.report.tables import part_tables
 from headway.load.measures import summary as summary_module
 from headway.load.measures.numbers import Window
 from headway.load.measures.summary import cost_per_million_tokens, length_bands, summarise, summarise_all
@@ -84,6 +85,24 @@ def test_every_view_of_a_mix() -> None:
     assert chat is not None and chat.objectives == {"ttft": 150.0}
     assert by_name["class batch"].attainment is None
     assert by_name["class chat"].cost_per_million_tokens is None
+
+
+def test_how_long_answers_were_in_tokens_and_in_steps() -> None:
+    """Steps are those that the server tells of; of others, chunks."""
+    records = [
+        request(0, [10, 20, 30], tokens=9, timings={"steps": 4}, class_name="told"),
+        request(1, [10, 20, 30, 40], tokens=12, class_name="untold"),
+        request(2, [10, 20], tokens=2, timings={"steps": True}, class_name="untold"),
+        failed(3),
+    ]
+    records[1].finish_reason = "stop"
+    whole, *_ = views = summarise_all(run(records))
+    assert [whole.answers[key].mean for key in ("output_tokens", "steps")] == pytest.approx([23 / 3, 10 / 3])
+    assert whole.ended_by == {"length": 2, "stop": 1} and summarise(run([failed(0)])).answers == {}
+    (table,) = part_tables(views)
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert rows["steps of an answer, mean"] == ["4", "3"] and rows["tokens of a step"] == ["2.25", "2.33"]
+    assert rows["ended by max_tokens"] == ["100 %", "50 %"]
 
 
 def test_cancelled_requests_are_counted_apart() -> None:
