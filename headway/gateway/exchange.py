@@ -16,7 +16,7 @@ from headway.config_files.gateway import DECODE
 from headway.gateway.asked import OF_BATCHES, Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
 from headway.gateway.attempts import Attempts
-from headway.gateway.events import ABSENT, Part, is_error
+from headway.gateway.events import ABSENT, BrokenStream, Part, is_error
 from headway.gateway.failures import error_event, error_of, is_fault, is_json, part_of
 from headway.gateway.gateway import Gateway
 from headway.gateway.handover import Handover
@@ -33,6 +33,8 @@ from headway.server.edge.streaming import EventWriter, SlowReader
 from headway.server.errors import ApiError, unavailable
 from headway.server.quotas import Charge
 
+# The code of an error with which a server ends the streams that it has no time for: another one goes on with them.
+_ENDS = b'"shutting_down"'
 logger = logging.getLogger("headway.server")
 
 
@@ -254,14 +256,21 @@ class Exchange:
     # --- what comes -------------------------------------------------------------------------------------
 
     def _had_token(self) -> None:
+        now = clock()
         if self._place is not None:
-            self._place.had_output(0, clock())
+            self._place.had_output(0, now)
+        for tell in self._gateway.when_first:
+            assert self._attempts.last is not None
+            took_ms = (now - self._joined.arrived_ns) / 1e6
+            tell(self._attempts.last.member, self.ask, self.terms.ttft_ms, took_ms)
 
     def _edited(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
         """What the client gets of an event."""
         if part is None:
             return raw
         if self._replay is not None:
+            if _ENDS in bytes(part.error):
+                raise BrokenStream("its server shuts down")
             raw = self._replay.passed(raw)
         if part.timings is not ABSENT and self._body.include_timings:
             timings = self._joined.timings(part.timings, attempt.sent_ns, clock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from headway.config_files.classes import ClassFile
@@ -36,6 +37,8 @@ class Gateway(Door):
 
     Attributes:
         members: the backends by name, also those that have left the file and still answer.
+        when_first: called with each first token of a stream: the backend, the request, and in milliseconds the
+            objective and how long it took.
 
     Raises:
         ValueError: the journal of quotas cannot be kept.
@@ -46,6 +49,7 @@ class Gateway(Door):
         super().__init__(settings)
         self.bodies = Bodies(settings.max_body_size)
         self.members: dict[str, Member] = {}
+        self.when_first: list[Callable[[Member, Ask, float, float], None]] = []
         self.retries, self.hedges = RetryBudget(), RetryBudget(per_retry=HEDGED_OF)
         self._addresses: dict[str, list[str]] = {}  # of names that are looked up
         self.homes = Homes(lambda: self.members, settings.tenants is not None)

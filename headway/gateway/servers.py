@@ -99,6 +99,14 @@ def _server_of(entry: dict[str, Any]) -> ServerEntry:
     served_as = entry.get("served_model_name", name)
     if not isinstance(served_as, str):
         raise InvalidEntry(f"served_model_name is {served_as!r:.80}; give a name", "served_model_name")
+    found = list(flags_of(flags))
+    if role := entry.get("role"):
+        found.append(f"--role={role}")
+    return ServerEntry(name, model, free_port(), secrets.token_urlsafe(24), served_as, tuple(found))
+
+
+def flags_of(flags: Any) -> tuple[str, ...]:
+    """A table of flags as they are written on the command line of `headway serve`. Raises InvalidEntry."""
     if not isinstance(flags, dict):
         raise InvalidEntry("flags must be a table, such as { max-num-seqs = 8 }", "flags")
     found: list[str] = []
@@ -113,14 +121,13 @@ def _server_of(entry: dict[str, Any]) -> ServerEntry:
             found += (
                 [f"--{option}"] if each is True else [f"--no-{option}"] if each is False else [f"--{option}={each}"]
             )
-    if role := entry.get("role"):
-        found.append(f"--role={role}")
-    return ServerEntry(name, model, _free_port(), secrets.token_urlsafe(24), served_as, tuple(found))
+    return tuple(found)
 
 
-def _free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
+        trial.bind((host, 0))
         port: int = trial.getsockname()[1]
         return port
 
@@ -128,16 +135,20 @@ def _free_port() -> int:
 class LocalServer:
     """A server in a process of its own.
 
+    Args:
+        more: further flags.
+        host: the address that it listens on.
+
     Attributes:
         restarts: how often it was started again.
         state: starting, running, or why it is not.
     """
 
-    def __init__(self, entry: ServerEntry, log: Path, more: list[str]) -> None:
+    def __init__(self, entry: ServerEntry, log: Path, more: list[str], host: str = "127.0.0.1") -> None:
         self.entry, self.log = entry, log
         self.restarts = 0
         self.state = "starting"
-        self._more = more
+        self._more, self._host = more, host
         self._process: asyncio.subprocess.Process | None = None
         self._is_ending = False
 
@@ -159,7 +170,7 @@ class LocalServer:
 
     async def _run(self) -> int:
         entry = self.entry
-        command = [*HEADWAY, "serve", entry.model, "--host=127.0.0.1", f"--port={entry.port}"]
+        command = [*HEADWAY, "serve", entry.model, f"--host={self._host}", f"--port={entry.port}"]
         command += [f"--served-model-name={entry.served_as}", *entry.flags, *self._more]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -187,6 +198,12 @@ class LocalServer:
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
             return lines[-1].strip()[:200] if lines else ""
         return ""
+
+    def kill(self) -> None:
+        """Kill it; it is started again."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def end(self, timeout_s: float) -> None:
         """End it: what it is answering may finish first, for so long."""
