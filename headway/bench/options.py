@@ -20,6 +20,7 @@ from headway.load.workload.spec import WorkloadSpec
 _endpoint, _load = functools.partial(Flag, panel="Endpoint"), functools.partial(Flag, panel="Load")
 _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial(Flag, panel="Results")
 
+_CHATS: dict[str, Api] = {"openai-chat": "chat", "openai-responses": "responses", "anthropic": "messages"}
 _APIS_OF_VECTORS: dict[str, Api] = {"openai-embeddings": "embeddings", "vllm-rerank": "rerank", "vllm-score": "score"}
 
 
@@ -33,9 +34,10 @@ class Target:
     backend: Annotated[
         str,
         _endpoint(
-            "openai-chat uses /v1/chat/completions, openai-embeddings /v1/embeddings, vllm-rerank /v1/rerank, "
-            "vllm-score /v1/score, the others /v1/completions.",
-            choices=("openai", "openai-chat", "vllm", "headway", *_APIS_OF_VECTORS),
+            "openai-chat uses /v1/chat/completions, openai-responses /v1/responses, anthropic /v1/messages, "
+            "openai-embeddings /v1/embeddings, vllm-rerank /v1/rerank, vllm-score /v1/score, the others "
+            "/v1/completions.",
+            choices=("openai", *_CHATS, "vllm", "headway", *_APIS_OF_VECTORS),
             common=True,
         ),
     ] = "openai"
@@ -101,7 +103,7 @@ class Target:
 
     @property
     def api(self) -> Api:
-        return _APIS_OF_VECTORS.get(self.backend, "chat" if self.backend == "openai-chat" else "completions")
+        return _APIS_OF_VECTORS.get(self.backend) or _CHATS.get(self.backend, "completions")
 
     @property
     def generates(self) -> bool:
@@ -110,7 +112,7 @@ class Target:
 
     @property
     def chat(self) -> bool:
-        return self.api == "chat"
+        return self.backend in _CHATS
 
     @property
     def tokenizer_name(self) -> str | None:
