@@ -63,6 +63,8 @@ async def carry_out(bench: Runner) -> int:
         Interrupted: before anything was measured.
     """
     if bench.options.find_max_rate:
+        if bench.options.stop_at:
+            raise BenchError("--stop-at would end the runs by which --find-max-rate decides; leave one of them out")
         return await search(bench)
     if bench.options.sweep is not None:
         return await _sweep(bench)
@@ -103,6 +105,8 @@ async def _sweep(bench: Runner) -> int:
         bench.save(*run, number=number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)
+        if "ended_early" in run[0].settings:
+            break
     if not runs:
         raise Interrupted
     print_runs(bench.out, runs, bench.options.claims)

@@ -12,7 +12,7 @@ from headway.flags import Flag
 from headway.load.endpoint import Api, Endpoint, lower_names
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import PERCENTILES
-from headway.load.option_values import json_object, key_values, parse_goodput, percentiles
+from headway.load.option_values import json_object, key_values, parse_goodput, parse_limits, percentiles
 from headway.load.request import PlannedRequest
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
@@ -275,6 +275,15 @@ class BenchOptions:
             min=0.001,
         ),
     ] = 600.0
+    stop_at: Annotated[
+        dict[str, int],
+        _load(
+            "End a run, and a sweep with it, once so many requests have failed or are in flight: failures:20 or "
+            "in-flight:500, or both with a comma between them.",
+            parse=parse_limits,
+            metavar="KEY:N[,KEY:N]",
+        ),
+    ] = field(default_factory=dict)
     find_max_rate: Annotated[
         bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate", common=True)
     ] = False

@@ -13,6 +13,8 @@ from typing import Any
 from headway.load.errors import BenchError
 from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
+FAILURES, IN_FLIGHT = "failures", "in-flight"  # of requests: what may end a run early
+
 
 def percentiles(text: str) -> tuple[float, ...]:
     """Parse percentiles like "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
@@ -75,3 +77,14 @@ def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, f
         return checked_objectives(objectives, where)
     except ValueError as error:
         raise BenchError(str(error)) from None
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """Parse limits like "failures:20,in-flight:500". Raises BenchError where a part is none."""
+    found = {}
+    for part in text.replace(" ", ",").split(","):
+        key, _, value = part.partition(":")
+        if key not in (FAILURES, IN_FLIGHT) or not value.isdecimal() or int(value) < 1:
+            raise BenchError(f"{part!r} is no limit; give {FAILURES}:N or {IN_FLIGHT}:N, of 1 or more")
+        found[key] = int(value)
+    return found

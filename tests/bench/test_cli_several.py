@@ -269,3 +269,22 @@ def test_a_server_that_is_lost_ends_a_sweep_and_keeps_what_was_measured(
     assert ran.code == 1 and report.is_file() and len(ran.files(".json")) == 1
     assert "1 at a time: Valid" in ran.out and "2 at a time: not measured: all 3 warm-up" in ran.out
     assert str(report) in ran.out
+
+
+def test_a_run_ends_early_and_its_sweep_with_it(headway: CommandLine, scripted: ScriptedServer, tmp_path: Path) -> None:
+    slow = ("--random-input-len", 8, "--random-output-len", 200, "--num-warmups", 0, "--num-prompts", 200)
+    asked = ("bench", "--base-url", scripted.url, *slow, "--sweep", "rate:500,1000", "--stop-at", "in-flight:20")
+    ran = headway(*asked)
+    assert ran.code == 1 and "1,000 requests/s" not in ran.out
+    assert "were in flight or waited for a place (--stop-at in-flight:20)" in ran.out
+    result = ran.result()
+    assert 20 <= len(result["headway"]["requests"]["sent_ns"]) < 200
+    path = tmp_path / "scripts.jsonl"
+    path.write_text(json.dumps({"prompt": script(fail="cut"), "output_tokens": 2}) + "\n")
+    custom = ("--dataset-name", "custom", "--dataset-path", path, "--num-prompts", 50, "--num-warmups", 0)
+    ran = headway("bench", "--base-url", scripted.url, *custom, "--max-concurrency", 1, "--stop-at", "failures:5")
+    assert ran.code == 1 and "5 requests had failed (--stop-at failures:5)" in ran.out
+    assert result["headway"]["settings"]["ended_early"] and "50 sent" in ran.out
+    assert "is no limit" in headway("bench", "--base-url", scripted.url, "--stop-at", "errors:5").error()
+    both = ("--stop-at", "failures:5", "--find-max-rate", "--goodput", "ttft:100")
+    assert "leave one of them out" in headway("bench", "--base-url", scripted.url, *both).error()
