@@ -12,7 +12,7 @@ from headway.flags import Flag
 from headway.load.endpoint import Api, Endpoint, lower_names
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import PERCENTILES
-from headway.load.option_values import json_object, key_values, parse_goodput, parse_limits, percentiles
+from headway.load.option_values import json_object, key_values, parse_goodput, parse_limits, parse_widths, percentiles
 from headway.load.request import PlannedRequest
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
@@ -284,6 +284,16 @@ class BenchOptions:
             metavar="KEY:N[,KEY:N]",
         ),
     ] = field(default_factory=dict)
+    repeat_until: Annotated[
+        dict[str, float],
+        _load(
+            "Repeat the run, each time with another seed, until the 95 % interval of each figure's mean is within so "
+            "many percent of it: ttft:5,throughput:2. Keys: ttft, tpot, itl, e2el (medians), throughput.",
+            parse=parse_widths,
+            metavar="KEY:PERCENT[,...]",
+        ),
+    ] = field(default_factory=dict)
+    max_repeats: Annotated[int, _load("Most runs of --repeat-until.", min=3, max=1000)] = 20
     find_max_rate: Annotated[
         bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate", common=True)
     ] = False

@@ -14,6 +14,8 @@ from headway.load.errors import BenchError
 from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
 FAILURES, IN_FLIGHT = "failures", "in-flight"  # of requests: what may end a run early
+THROUGHPUT = "throughput"
+REPEATED = ("ttft", "tpot", "itl", "e2el", THROUGHPUT)  # figures that runs may be repeated for
 
 
 def percentiles(text: str) -> tuple[float, ...]:
@@ -87,4 +89,23 @@ def parse_limits(text: str) -> dict[str, int]:
         if key not in (FAILURES, IN_FLIGHT) or not value.isdecimal() or int(value) < 1:
             raise BenchError(f"{part!r} is no limit; give {FAILURES}:N or {IN_FLIGHT}:N, of 1 or more")
         found[key] = int(value)
+    return found
+
+
+def parse_widths(text: str) -> dict[str, float]:
+    """Parse half widths of intervals in percent, such as "ttft:5,throughput:2", as shares.
+
+    Raises:
+        BenchError: a part is none.
+    """
+    found = {}
+    for part in text.replace(" ", ",").split(","):
+        key, _, value = part.partition(":")
+        try:
+            percent = float(value.removesuffix("%"))
+        except ValueError:
+            percent = math.nan
+        if key not in REPEATED or not 0 < percent <= 100:
+            raise BenchError(f"{part!r} is no interval; give KEY:PERCENT, above 0, with a key of {', '.join(REPEATED)}")
+        found[key] = percent / 100
     return found
