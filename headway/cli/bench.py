@@ -10,6 +10,7 @@ import typer
 from headway.bench.options import BenchOptions
 from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
+from headway.cli.mock import mock
 from headway.cli.profile import profile
 from headway.cli.quality import quality
 from headway.load.errors import BenchError
@@ -98,3 +99,4 @@ def _needs(given: set[str], options: BenchOptions) -> None:
 
 app.command(cls=Command)(profile)
 app.command(cls=Command)(quality)
+app.command(cls=Command)(mock)

@@ -60,15 +60,27 @@ def overview(summaries: Sequence[Summary]) -> Table:
     ]
     rates, counts = (RATES, TOKENS) if tokens_per_s(views[0])[1] == "output tokens/s" else (VECTOR_RATES, TOKENS[:2])
     rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in rates]
-    for p, label in ((50.0, "tokens/s of a request, median"), (10.0, "tokens/s of the slowest tenth, at most")):
-        if any(view.tps for view in views):
-            rows.append((label, [percentile_cell(view.tps.percentile(p)) if view.tps else NOTHING for view in views]))
+    rows += _request_rows(views)
     for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
     rows += _goodput_rows(views) + _cost_rows(views)
     return Table(
         "Run", ("", *(plain(view.name) for view in views)), tuple(cells(label, *values) for label, values in rows)
     )
+
+
+def _request_rows(views: Sequence[Summary]) -> list[Row]:
+    """Rows of what a request is like: its tokens/s, and when its answer begins after reasoning."""
+    asked = (
+        ("tokens/s of a request, median", [view.tps for view in views], 50.0),
+        ("tokens/s of the slowest tenth, at most", [view.tps for view in views], 10.0),
+        ("first token after reasoning, ms, median", [view.first_answer_ms for view in views], 50.0),
+    )
+    return [
+        (label, [percentile_cell(each.percentile(p)) if each else NOTHING for each in found])
+        for label, found, p in asked
+        if any(found)
+    ]
 
 
 def _failed_cell(view: Summary) -> Cell:

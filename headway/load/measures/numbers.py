@@ -109,6 +109,8 @@ class Summary:
         attainment: None where no objective was given.
         cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
         tps: tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
+        first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
+            with reasoning; None where none does.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -130,6 +132,7 @@ class Summary:
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None
     tps: Distribution | None = None
+    first_answer_ms: Distribution | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -28,7 +28,7 @@ PARTS = {"class_name": "class ", "tenant": "tenant "}  # what a run is divided b
 LENGTHS = "prompts of "  # how views of requests by the length of their prompts begin
 BANDS = 4  # of prompt lengths, with as many requests each as equal lengths allow
 LEAST_IN_BANDS = 40  # requests; of fewer, a band would say nothing
-OF_TPS = (10.0, 50.0, 90.0)
+OF_TPS, OF_FIRST_ANSWERS = (10.0, 50.0, 90.0), (50.0, 90.0, 99.0)
 
 
 Part = Callable[[RequestRecord], bool]
@@ -150,6 +150,7 @@ def summarise(
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
         tps=_tps(latencies),
+        first_answer_ms=_first_answer(latencies),
         tokens_per_joule=tokens["output"] / joules if joules else None,
         notes=_notes(result, records, latencies),
     )
@@ -192,6 +193,12 @@ def _tps(latencies: Latencies) -> Distribution | None:
     """Tokens a second of each request after its first: the inverse of its TPOT (document 001, chapter 4)."""
     tpot_ms = latencies.tpot_ms[~np.isnan(latencies.tpot_ms)]
     return distribution(1000 / tpot_ms, OF_TPS) if len(tpot_ms) else None
+
+
+def _first_answer(latencies: Latencies) -> Distribution | None:
+    """Milliseconds from the send to the first chunk after the reasoning, of requests that had any."""
+    found = [(record.answer_ns - record.sent_ns) / 1e6 for record in latencies.records if record.answer_ns]
+    return distribution(np.array(found), OF_FIRST_ANSWERS) if found else None
 
 
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
