@@ -20,6 +20,7 @@ from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
 from headway.engine.host import available_memory, usable_threads
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
+from headway.engine.messages import AdapterFound
 from headway.engine.preload import preload
 from headway.engine.record_file import RecordFile
 from headway.engine.roofline import roofline_of
@@ -42,6 +43,7 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
+    from headway.engine.adapters import Adapters
     from headway.engine.ranks import Followers
 
 StageListener = Callable[[str, int], None]
@@ -69,6 +71,7 @@ class LoadedEngine:
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
     roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
+    adapters: list[AdapterFound] = field(default_factory=list)
 
 
 def build_engine(
@@ -142,6 +145,10 @@ def _build(
     options = config.load_format, config.seed, stages.done, asked_len, config.quantization
     shared = None if followers is None else followers.of(kernels, model_config)
     model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
+    adapters, found = None, list[AdapterFound]()
+    if config.lora_slots:
+        with stages.timed("adapters"):
+            adapters, found = _adapters(config, model, device)
     draft = _draft(config, model_config, folder, dtype, kernels, device)
     with stages.timed("kv_allocation"):
         grouped = _windows(model_config, cache_dtype)
@@ -168,6 +175,7 @@ def _build(
             graphs=not config.enforce_eager,
             folder=folder,
         )
+        runner.adapters = adapters
         executor: Executor = runner
         if followers is not None:
             executor = followers.executor(runner, pool.num_blocks, seats, pool.max_model_len, host_blocks, groups)
@@ -183,6 +191,7 @@ def _build(
         speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
     roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
     core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
+    core.adapters = adapters
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -194,7 +203,7 @@ def _build(
         kept_bytes = cache.kept_bytes
     about = core, runner, pool.max_model_len, *sizes, str(device), shown
     machine = "" if roofline is None else roofline.machine
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes, machine)
+    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes, machine, found)
 
 
 class _Stages:
@@ -309,6 +318,24 @@ def _draft(
         return load_draft(resolve_model(wanted.model), folder, target.shape.vocab, *options)
     except ValueError as error:
         raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
+
+
+def _adapters(config: EngineConfig, model: Decoder, device: torch.device) -> tuple[Adapters, list[AdapterFound]]:
+    """What serves adapters, and those that are named. Raises EngineError or ModelError where one cannot be served."""
+    from headway.engine.adapters import Adapters, found_in
+    from headway.models.adapted import AdaptedModel
+
+    if config.tensor_parallel_size > 1:
+        raise EngineError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, with which adapters are not supported; leave out "
+            "one of both"
+        )
+    adapted = AdaptedModel(model, config.lora_slots, config.max_lora_rank, config.batched_tokens(device.type))
+    adapters = Adapters(adapted, config.max_cpu_loras or 4 * config.max_loras)
+    found = [found_in(adapters.find(each.path), each.name, each.path) for each in config.lora_modules]
+    if not config.preload_what_fits and (failed := [each.error for each in found if each.error]):
+        raise EngineError(failed[0])
+    return adapters, found
 
 
 def _speculator(

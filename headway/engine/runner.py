@@ -29,6 +29,7 @@ from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
 if TYPE_CHECKING:
+    from headway.engine.adapters import Adapters
     from headway.engine.grammars import Grammars
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
@@ -49,6 +50,7 @@ class Runner:
 
     Attributes:
         grammars: what sequences are held to; None until one is.
+        adapters: those that sequences may have; None where there are none.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -71,6 +73,7 @@ class Runner:
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
+        self.adapters: Adapters | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -107,6 +110,8 @@ class Runner:
         for step in () if self.decodes is None else self.decodes.empty_steps():
             for _ in ("compiled", "captured"):
                 self.model.forward(step.token_ids, step.geometry, self.caches)
+                if self.adapters is not None:
+                    self.adapters.empty_decoder(step).forward(step.token_ids, step.geometry, self.caches)
 
     def look(self) -> None:
         """Do nothing: a device that is lost shows itself in the next step."""
@@ -155,7 +160,10 @@ class Runner:
         states = self._states
         if states is not None:
             step.geometry.spans = states.lay_out(scheduled, sequences)
-        hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        adapters, model = self.adapters, self.model
+        if adapters is not None and adapters.slots:
+            model = adapters.decoder_for(step, scheduled) or model
+        hidden = model.forward(step.token_ids, step.geometry, self.caches)
         if states is not None:
             states.advance(scheduled)
         return hidden
@@ -197,6 +205,8 @@ class Runner:
                 self.grammars.forget(seq_id)
             if self._states is not None:
                 self._states.forget(seq_id)
+            if self.adapters is not None:
+                self.adapters.slots.pop(seq_id, None)
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
 
@@ -222,6 +232,8 @@ class Runner:
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)
+            if self.adapters is not None and new.slot >= 0:
+                self.adapters.slots[new.seq_id] = new.slot
             if new.params.structured_outputs is not None:
                 self.grammars_of_model().join(new)
         for change in plan.tables:

@@ -32,7 +32,7 @@ MOST_RANK = 256
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
 # What else of an adapter's keys changes what it computes, and the values that change nothing.
-_NOTHING = (None, False, [], {}, "none")
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
 _REFUSED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",

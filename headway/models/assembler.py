@@ -116,7 +116,8 @@ class Assembler:
 
     def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
-        self._placed = placed = []
+        placed: list[Placed] = []
+        self._placed = placed
         return LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),

@@ -44,6 +44,9 @@ class MemoryMetrics:
             **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
             **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
         }
+        found = counter("adapter_lookups", "Requests whose adapter was in a slot when they came, or was not.", "result")
+        loads = counter("adapter_loads", "Adapters that were brought into slots.").labels(**labels)
+        self._adapters = {each: found.labels(**labels, result=each) for each in ("hits", "misses")} | {"loads": loads}
         registry.register(self)
 
     def label_of(self, service_class: str) -> str:
@@ -64,6 +67,8 @@ class MemoryMetrics:
         for name, count in stats.swaps.items():
             metric, unit = self._swaps[name]
             metric.inc(count * unit)
+        for name, count in stats.adapters.items():
+            self._adapters[name].inc(count)
         if stats.allocated_blocks:
             self._allocated.inc(stats.allocated_blocks)
             self._runs.inc(stats.allocated_runs)
@@ -86,6 +91,8 @@ class MemoryMetrics:
             free = ready.num_blocks - in_use
             yield gauge("kv_cache_used_bytes", "Bytes of KV blocks in use.", in_use * ready.block_bytes)
             yield gauge("kv_blocks_free", "KV blocks that no request uses, cached ones included.", free)
+        in_slots = 0 if stats is None else stats.adapter_slots_used
+        yield gauge("adapter_slots_used", "Adapters that are in slots (--max-loras).", in_slots)
         yield gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
         used = dict.fromkeys(((name,) for name in (*self._by_class.names, SEVERAL)), 0)
         for name, count in ({} if stats is None else stats.blocks_of_class).items():
