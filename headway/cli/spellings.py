@@ -55,6 +55,10 @@ OPTIONS = {
     "--chunked-prefill-size": ("--max-num-batched-tokens",),
     "--max-batch-prefill-tokens": ("--max-num-batched-tokens",),
     "--n-predict": ("--random-output-len",),
+    "--lora": ("--lora-modules",),
+    "--lora-paths": ("--lora-modules",),
+    "--max-loras-per-batch": ("--max-loras",),
+    "--max-loaded-loras": ("--max-cpu-loras",),
     "--alias": ("--served-model-name",),
     "--tp": ("--tensor-parallel-size",),
     "--tp-size": ("--tensor-parallel-size",),
@@ -85,8 +89,9 @@ OPTIONS = {
     "--output-file": ("--result-filename", "--output"),
 }
 NOT_SUPPORTED = {
-    "--enable-lora": "LoRA is not supported yet",
-    "--lora-modules": "LoRA is not supported yet",
+    "--lora-dtype": "adapters have the type of the model; leave it out",
+    "--fully-sharded-loras": "adapters are not shared among devices; leave it out",
+    "--lora-scaled": "give the adapter in peft's format, as --lora-modules NAME=PATH",
     "--enable-auto-tool-choice": "models may always call the tools that a request offers; leave it out",
     "--enable-reasoning": "--reasoning-parser alone is enough, and the chat template names it; leave both out",
     "--exclude-tools-when-tool-choice-none": "tools are then always left out; leave it out",

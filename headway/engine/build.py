@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,7 @@ from headway.engine.executor import Executor
 from headway.engine.hooks import StepHooks
 from headway.engine.host import available_memory
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
+from headway.engine.messages import AdapterFound
 from headway.engine.preload import preload
 from headway.engine.prepare import EngineError, Prepared, prepare
 from headway.engine.record_file import RecordFile
@@ -43,6 +45,9 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.speculative_config import HEADS
 
+if TYPE_CHECKING:
+    from headway.engine.adapters import Adapters
+
 StageListener = Callable[[str, int], None]
 
 
@@ -64,6 +69,7 @@ class LoadedEngine:
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
     roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
+    adapters: list[AdapterFound] = field(default_factory=list)
 
 
 def build_engine(
@@ -118,10 +124,15 @@ def _build(
     if followers is not None:
         followers.assign(start.asked_len)
     model = _load(start, stages, cache)
+    adapters, found = None, list[AdapterFound]()
+    if config.lora_slots:
+        with stages.timed("adapters"):
+            adapters, found = _adapters(start, model)
     draft = _draft(start, model)
     with stages.timed("kv_allocation"):
         pool = _allocate(start, model, draft)
         size, runner = pool.size, pool.runner
+        runner.adapters = adapters
         shown = str(start.cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
@@ -140,6 +151,7 @@ def _build(
             hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
     core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline), []
+    core.adapters = adapters
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -162,6 +174,7 @@ def _build(
         0 if cache is None else cache.kept_bytes,
         pool.draft_block_bytes,
         "" if roofline is None else roofline.machine,
+        found,
     )
 
 
@@ -349,6 +362,22 @@ def _draft(start: Prepared, model: Decoder) -> Decoder | None:
     except ValueError as error:
         named = f"method {wanted.method!r}" if wanted.model is None else f"model {wanted.model!r}"
         raise EngineError(f"speculative_config: {named}: {error}") from None
+
+
+def _adapters(start: Prepared, model: Decoder) -> tuple[Adapters, list[AdapterFound]]:
+    """What serves adapters, and those that are named. Raises EngineError or ModelError where one cannot be served."""
+    from headway.engine.adapters import Adapters, found_in
+    from headway.models.adapted import AdaptedModel
+
+    config = start.config
+    if config.ranks > 1:
+        raise EngineError(f"adapters are not supported with several ranks, and there are {config.ranks}; leave one out")
+    adapted = AdaptedModel(model, config.lora_slots, config.max_lora_rank, config.batched_tokens(start.device.type))
+    adapters = Adapters(adapted, config.max_cpu_loras or 4 * config.max_loras)
+    found = [found_in(adapters.find(each.path), each.name, each.path) for each in config.lora_modules]
+    if not config.preload_what_fits and (failed := [each.error for each in found if each.error]):
+        raise EngineError(failed[0])
+    return adapters, found
 
 
 def _speculator(start: Prepared, target: Runner, scheduler: Scheduler, draft: Decoder | None) -> Speculator:

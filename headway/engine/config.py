@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.cost.layers import MOST_SINKS, AttentionSinks
+from headway.engine.lora_modules import LoraModule, lora_modules
 from headway.flags import Flag, size, tokens
 from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.cache.preload import PreloadedPrompt
@@ -106,7 +107,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     Args:
         model: folder of a Hugging Face checkpoint.
         preloaded: prompts that are computed at the start and stay.
-        preload_what_fits: leave out those that do not fit, instead of not starting.
+        preload_what_fits: leave out those that do not fit, and adapters that cannot be had, instead of not starting.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
     Raises:
@@ -197,6 +198,25 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="JSON",
         ),
     ] = None
+    lora_modules: Annotated[
+        list[LoraModule],
+        _engine(
+            "Adapters in peft's format to serve beside the model, each as NAME=PATH or as JSON with name and path; "
+            "several may follow.",
+            parse=lora_modules,
+            repeated=True,
+            metavar="NAME=PATH",
+        ),
+    ] = field(default_factory=list)
+    enable_lora: Annotated[bool, _engine("Serve adapters that are loaded later, too. --lora-modules implies it.")] = (
+        False
+    )
+    max_loras: Annotated[int, _engine("Adapters that a step may have, each in a slot.", min=1, max=1024)] = 8
+    max_lora_rank: Annotated[int, _engine("The greatest rank of an adapter.", min=1, max=256)] = 64
+    max_cpu_loras: Annotated[
+        int | None,
+        _engine("Adapters that are kept in host memory, to fill slots from. Default: 4 for each slot.", min=1),
+    ] = None
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None
@@ -207,6 +227,12 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 self.speculative_config = SpeculativeConfig.of(self.speculative_config)
             except ValueError as error:
                 raise ValueError(f"speculative_config: {error}") from None
+        self.lora_modules = lora_modules(self.lora_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras ({self.max_loras}); raise the first or "
+                "lower the second"
+            )
         if self.max_num_batched_tokens is not None:
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         policy_class(self.scheduling_policy)
@@ -262,6 +288,11 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         if self.role != "both" and self.swap_space is None:
             return max(super().swap_bytes(device), HANDOVER_BYTES)
         return super().swap_bytes(device)
+
+    @property
+    def lora_slots(self) -> int:
+        """Slots for adapters; 0 where none are served."""
+        return self.max_loras if self.enable_lora or self.lora_modules else 0
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
         """The attention sinks that are asked for; None where none are. AttentionSinks.of() says what it raises."""

@@ -37,6 +37,7 @@ from headway.models.folder import weight_files
 from headway.policy.cache.handle import KEY_VARIABLE, Handle, content_of
 from headway.policy.cache.swap import Swapped
 from headway.policy.step.request import Sequence as RequestSequence
+from headway.policy.step.request import cache_key
 from headway.policy.step.scheduler import Scheduler
 from headway.version import __version__
 
@@ -161,14 +162,17 @@ class Handovers(StepHooks):
         handle = request.handle
         if handle is None:
             return None
-        tokens = request.prompt_token_ids[:-1]
+        tokens, key = request.prompt_token_ids[:-1], cache_key(request.cache_salt, request.adapter)
         wanted = self._manager.host_blocks_for(len(tokens)) if tokens else 0
         swapped = None
         if not hmac.compare_digest(self._signed(handle).signature, handle.signature):
             why = "its handle is not signed with the key of this server"
         elif handle.layout != self._layout:
             why = "the server that has computed it has another model, or other settings of it"
-        elif (handle.num_tokens, handle.content) != (len(tokens), content_of(tokens, request.cache_salt)):
+        elif (handle.num_tokens, handle.content) != (
+            len(tokens),
+            content_of(tokens, key),
+        ):
             why = "its handle is that of another prompt"
         elif request.params.prompt_logprobs is not None or request.params.use_beam_search:
             why = "log-probabilities of a prompt and beam search need all of it here"

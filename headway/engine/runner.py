@@ -29,6 +29,7 @@ from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
 if TYPE_CHECKING:
+    from headway.engine.adapters import Adapters
     from headway.engine.draft_head import ModelResults
     from headway.engine.grammars import Grammars
 
@@ -52,6 +53,7 @@ class Runner:
     Attributes:
         grammars: what sequences are held to; None until one is.
         results: keeps the results of steps for a head that makes drafts; None for none.
+        adapters: those that sequences may have; None where there are none.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
     """
@@ -76,6 +78,7 @@ class Runner:
         config = model.config
         self.grammars: Grammars | None = None
         self.results: ModelResults | None = None
+        self.adapters: Adapters | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -114,6 +117,8 @@ class Runner:
         for step in () if self.decodes is None else self.decodes.empty_steps():
             for _ in ("compiled", "captured"):
                 self.model.forward(step.token_ids, step.geometry, self.caches)
+                if self.adapters is not None:
+                    self.adapters.empty_decoder(step).forward(step.token_ids, step.geometry, self.caches)
 
     def look(self) -> None:
         """Do nothing: a device that is lost shows itself in the next step."""
@@ -164,7 +169,10 @@ class Runner:
         states = self._states
         if states is not None:
             step.geometry.spans = states.lay_out(scheduled, sequences)
-        hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        adapters, model = self.adapters, self.model
+        if adapters is not None and adapters.slots:
+            model = adapters.decoder_for(step, scheduled) or model
+        hidden = model.forward(step.token_ids, step.geometry, self.caches)
         if states is not None:
             states.advance(scheduled)
         return hidden
@@ -208,6 +216,8 @@ class Runner:
                 self._states.forget(seq_id)
             if self.results is not None:
                 self.results.forget(seq_id)
+            if self.adapters is not None:
+                self.adapters.slots.pop(seq_id, None)
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
 
@@ -246,6 +256,8 @@ class Runner:
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)
+            if self.adapters is not None and new.slot >= 0:
+                self.adapters.slots[new.seq_id] = new.slot
             if new.params.structured_outputs is not None:
                 self.grammars_of_model().join(new)
         for change in plan.tables:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
 
@@ -274,6 +275,10 @@ class Kernels(Protocol):
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
+        ...
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """A linear or gated linear layer of these kernels, as it is, with slots for adapters beside it."""
         ...
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:

@@ -18,7 +18,7 @@ from headway.models.checkpoint import (
     WeightSource,
 )
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
+from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP, Placed
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts
@@ -64,10 +64,12 @@ class Assembler:
         self._device = device
         self._clock = clock
         self._quantization = quantization
+        self._placed: list[Placed] = []  # the products of the layer that is being made
 
     def decoder_weights(self) -> DecoderWeights:
         embedding, lm_head = self._ends()
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
+        self._placed = []
         factor = self._config.multipliers.logits
         final_norm = self._norm("model.norm", factor) if self._has("model.norm") else None
         return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
@@ -126,6 +128,8 @@ class Assembler:
 
     def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
+        placed: list[Placed] = []
+        self._placed = placed
         return LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),
@@ -135,6 +139,7 @@ class Assembler:
             mlp=self._beside_experts(index) if self._is_beside(index) else self._mlp(index),
             end=self._end(index),
             beside=self._config.traits.beside,
+            placed=placed,
         )
 
     def _is_beside(self, index: int) -> bool:
@@ -275,7 +280,9 @@ class Assembler:
         """The product of the matrices one under the other, with its rows in this order."""
         product = with_rows(self._product(*layers), rows)
         with self._clock.measure("layout"):
-            return self._kernels.linear(*product)
+            made = self._kernels.linear(*product)
+        self._placed.append(Placed(made, layers, rows))
+        return made
 
     def _beside_experts(self, index: int) -> MLPBesideExperts:
         mlp, layer, config = self._mlp(index), f"model.layers.{index}", self._config
@@ -348,10 +355,9 @@ class Assembler:
 
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
-        is_added = layers[-1].endswith((".o_proj", ".down_proj"))
         weight, bias = (
             self._centred(*layers)
-            if is_added and self._config.traits.centred
+            if self._is_centred(*layers)
             else (
                 self._weight(*layers),
                 self._bias(*layers),
@@ -360,6 +366,10 @@ class Assembler:
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor
         return weight, bias
+
+    def _is_centred(self, *layers: str) -> bool:
+        """Whether a product is added to the residual stream of a model whose norms subtract the mean."""
+        return self._config.traits.centred and layers[-1].endswith((".o_proj", ".down_proj"))
 
     def _centred(self, layer: str) -> Product:
         """The matrix and bias of a layer, such that the mean of its outputs is 0."""
@@ -377,12 +387,16 @@ class Assembler:
     def _linear(self, *layers: str, factor: float = 1.0, wide: bool = False) -> Linear:
         product = self._product(*layers, factor=factor)
         with self._clock.measure("layout"):
-            return self._kernels.linear(*product, wide)
+            made = self._kernels.linear(*product, wide)
+        self._placed.append(Placed(made, layers, None, factor, self._is_centred(*layers)))
+        return made
 
     def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
         product = self._product(*layers)
         with self._clock.measure("layout"):
-            return self._kernels.gated_linear(*product, GATES[self._config.traits.gate])
+            made = self._kernels.gated_linear(*product, GATES[self._config.traits.gate])
+        self._placed.append(Placed(made, layers))
+        return made
 
     def _bias(self, *layers: str) -> Tensor | None:
         return self._stack(*(f"{layer}.bias" for layer in layers)) if f"{layers[0]}.bias" in self._shapes else None

@@ -7,8 +7,9 @@ with a state (`recurrent`). What differs between families (biases, further norms
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,6 +166,24 @@ class Attention:
 
 
 @dataclass(slots=True)
+class Placed:
+    """A product as it was made of a checkpoint's layers: what adapters of these must know.
+
+    Args:
+        layers: the names of the layers whose rows are one under the other in it.
+        rows: int64, which of these rows each of its outputs is; None: they are in their order.
+        factor: what it was multiplied with.
+        centred: each input's outputs have a mean of 0.
+    """
+
+    product: Callable[[Tensor], Tensor]
+    layers: tuple[str, ...]
+    rows: Tensor | None = None
+    factor: float = 1.0
+    centred: bool = False
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One layer, laid out by the device's kernels."""
 
@@ -176,6 +195,7 @@ class LayerWeights:
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
     end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
     beside: bool = False  # the MLP reads what the mixer reads
+    placed: list[Placed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -232,15 +252,21 @@ class Decoder:
         self._tapped_of: dict[int, list[Tensor]] = {}  # of steps that are repeated, by their tokens
         sinks = config.shape.attention_sinks
         of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
-        tables = rope_tables(config.rope, *of_tables)
-        factors = query_factors(config.rope, self.max_model_len, self.device)
-        local = tables if config.local_rope is None else rope_tables(config.local_rope, *of_tables)
+        self._tables = rope_tables(config.rope, *of_tables)
+        self._factors = query_factors(config.rope, self.max_model_len, self.device)
+        local = config.local_rope
+        self._local = self._tables if local is None else rope_tables(local, *of_tables)
+        self._prepare(weights)
+
+    def _prepare(self, weights: DecoderWeights) -> None:
+        """Make the mixers of layers with these weights."""
+        config, kernels = self.config, self.kernels
         given: list[Any] = [layer.mixer for layer in weights.layers]
-        if sinks is not None:  # weights are the same without, and all are of attention
+        if config.shape.attention_sinks is not None:  # weights are the same without, and all are of attention
             given = [replace(mixer, cache=cache) for mixer, cache in zip(given, config.caches, strict=True)]
         attending = [mixer for mixer in given if isinstance(mixer, AttentionWeights | LatentWeights)]
         mixers: list[Callable[[Tensor, Any, StepGeometry], Tensor]] = [
-            _attention(mixer, config, kernels, tables if mixer.cache.sees_all else local, factors)
+            _attention(mixer, config, kernels, self._tables if mixer.cache.sees_all else self._local, self._factors)
             if isinstance(mixer, AttentionWeights | LatentWeights)
             else mixer
             for mixer in given
@@ -250,6 +276,13 @@ class Decoder:
         self._layers = list(zip(weights.layers, mixers, next_norms, strict=True))
         kinds = [(config.shape.heads, each.cache.heads, each.cache.key_dim, each.cache.recent) for each in attending]
         self._attentions = [AttentionShape(*kind) for kind in dict.fromkeys(kinds)]
+
+    def with_layers(self, layers: list[LayerWeights]) -> Decoder:
+        """A decoder whose layers are others; it shares all else with this one."""
+        other = copy.copy(self)
+        other.weights, other._identity = replace(self.weights, layers=layers), object()
+        other._prepare(other.weights)
+        return other
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.

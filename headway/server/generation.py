@@ -46,6 +46,7 @@ class Generation:
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
         prediction: what the answer may say in parts; drafts are found in it.
+        adapter: digest of the adapter that it is made with; empty for the base model.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
@@ -71,6 +72,7 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         prediction: list[int] | None = None,
+        adapter: str = "",
         keep: bool = True,
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
@@ -84,6 +86,7 @@ class Generation:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
         self.terms = terms
+        self.adapter = adapter
         self._service = service
         self._engine = service.engine
         self._metrics = service.metrics
@@ -116,6 +119,7 @@ class Generation:
                 priority=priority,
                 cache_salt=cache_salt or "",
                 prediction=prediction or [],
+                adapter=adapter,
                 arrival_ns=arrived_ns,
                 service_class=terms.service.name,
                 ttft_ms=terms.ttft_ms,

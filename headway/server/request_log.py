@@ -30,6 +30,7 @@ CAUSES = {
     Phase.QUEUE_POLICY: "others go first by priority or objective",
     Phase.QUEUE_BLOCKS: "the KV cache is full",
     Phase.QUEUE_WINDOW: "the engine waited for more requests",
+    Phase.QUEUE_ADAPTER: "more adapters than slots (--max-loras), or its adapter was being loaded",
     Phase.PREFILL_STALL: "its prompt shared its steps with others",
     Phase.PREFILL_COMPUTE: "a long prompt, little of it cached",
     Phase.DECODE_COMPUTE: "a long answer, or slow steps",

@@ -12,18 +12,22 @@ from collections.abc import Callable, Sequence
 from headway.engine.client import EngineDead
 from headway.engine.config import EngineConfig
 from headway.engine.messages import (
+    AdapterFound,
     AddRequest,
+    DropAdapter,
     EngineStats,
     Explain,
     ExplainedStep,
     Explanation,
     LiveSequence,
+    LoadAdapter,
     PromptLogprobs,
     Ready,
     SequenceOutput,
     SequenceTimings,
     TokenLogprobs,
 )
+from headway.engine.served_adapters import ServedAdapters
 from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
@@ -68,6 +72,7 @@ class FakeEngine:
         self.stalled_s = 0.0
         self.pid: int | None = None
         self.config = EngineConfig()
+        self.adapters = ServedAdapters([], self._take_of_adapters)
         self.stats: EngineStats | None = None
         self.ready: Ready | None = None
         self.max_model_len = 256
@@ -138,6 +143,14 @@ class FakeEngine:
         kernels = [("product", now - 30, now - 20), ("attend", now - 20, now)] if self.times_kernels else []
         kernels, allocators = kernels if asked.with_parts else [], self.allocators if asked.with_memory else {}
         return Explanation(steps, self.sequences[: asked.most_sequences], 7, kernels, allocators)
+
+    def _take_of_adapters(self, message: LoadAdapter | DropAdapter) -> None:
+        """Find an adapter in any folder that is not called none."""
+        if isinstance(message, LoadAdapter):
+            error = (
+                f"{message.name}: adapter {message.path}: there is no such folder" if message.path == "/none" else ""
+            )
+            self.adapters.take(AdapterFound(message.name, message.path, f"{hash(message.path):x}", 8, 1000, error))
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights

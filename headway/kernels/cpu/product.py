@@ -199,7 +199,7 @@ def multiply_on_tiles(
 
 
 @compiled(fastmath={"contract"})
-def _finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
+def finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
     """Sums, scaled and with the bias, to `count` outputs of each token, stride elements between tokens."""
     for token in range(tokens):
         for i in range(count):
@@ -208,7 +208,7 @@ def _finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
 
 
 @compiled(fastmath={"contract", "arcp"})
-def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gate_numbers):
+def finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gate_numbers):
     """The first half of a panel's sums, scaled and with the bias, as the gate of the second half; see Gate."""
     half = PANEL // 2
     slope, cubic = load(gate_numbers, 0, FLOAT32), load(gate_numbers, 1, FLOAT32)
@@ -239,11 +239,11 @@ def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
     to, of_panel = out + (row * stride + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
     count = min(each, features - panel * each)
     if is_wide:
-        _finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
     elif gate != 0:
-        _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
+        finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
     else:
-        _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
 
 
 @compiled()

@@ -9,9 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
 from headway.kernels.cuda import attention as cuda_attention
 from headway.kernels.cuda import recurrent as cuda_recurrent
 from headway.kernels.cuda import rows as cuda_rows
+from headway.kernels.cuda.adapters import AdaptedLinear
 from headway.kernels.cuda.experts import CudaMixture, Seen
 from headway.kernels.cuda.graphs import GraphMemory, Graphs
 from headway.kernels.cuda.packed import pack
@@ -28,7 +30,7 @@ from headway.kernels.interface import (
     StepGeometry,
     check_heads,
 )
-from headway.kernels.reference import TorchKernels, check_unscaled
+from headway.kernels.reference import ReferenceGatedLinear, TorchKernels, check_unscaled
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
 
 if TYPE_CHECKING:
@@ -46,11 +48,15 @@ class PackedLinear:
     def __init__(self, product: Product, gate: Gate | None, multiprocessors: int, wide: bool = False) -> None:
         self.packed = pack([product], 1, gated=gate is not None)
         self.out_features = self.packed.outputs
-        self._gate, self._multiprocessors, self._wide = gate, multiprocessors, wide
+        self.gate, self._multiprocessors, self._wide = gate, multiprocessors, wide
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        return multiply(self.packed, x, self._multiprocessors, self._gate, wide=self._wide)
+        return multiply(self.packed, x, self._multiprocessors, self.gate, wide=self._wide)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        """x [T, in] -> the product's result before its gate, gate and up by turns."""
+        return multiply(self.packed, x, self._multiprocessors)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] of the weight -> [T, in]."""
@@ -86,6 +92,19 @@ class CudaKernels(TorchKernels):
         if weight.format == "none":
             return super().gated_linear(weight, bias, gate)
         return PackedLinear((weight, bias), gate, self._multiprocessors)
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """See Kernels."""
+        if isinstance(product, ReferenceGatedLinear):
+            return AdaptedLinear(product.linear, spec, rows, product.through)
+        if not isinstance(product, PackedLinear) or (gate := product.gate) is None:
+            return AdaptedLinear(product, spec, rows)
+
+        def through(by_turns: Tensor) -> Tensor:
+            return self.apply_gate(by_turns.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1), gate)
+
+        order = torch.arange(len(spec.part_of), device=spec.device).view(2, -1).T.flatten()
+        return AdaptedLinear(product.ungated, spec, rows, through, order)
 
     def mixture(
         self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU

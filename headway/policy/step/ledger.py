@@ -24,6 +24,7 @@ class Phase(StrEnum):
     QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
     QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
     QUEUE_WINDOW = "queue_window"  # waiting: an idle engine waits for more requests
+    QUEUE_ADAPTER = "queue_adapter"  # waiting: for a slot for its adapter, and until that is loaded
     SCHEDULE = "schedule"  # bookkeeping between steps
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk
@@ -50,7 +51,13 @@ class Phase(StrEnum):
     SEND_BLOCKED = "send_blocked"  # the client did not read
 
 
-QUEUE_PHASES = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
+QUEUE_PHASES = (
+    Phase.QUEUE_POLICY,
+    Phase.QUEUE_CAPACITY,
+    Phase.QUEUE_BLOCKS,
+    Phase.QUEUE_WINDOW,
+    Phase.QUEUE_ADAPTER,
+)
 DECODE_STALLS = (
     Phase.DECODE_STALL_PREFILL,
     Phase.DECODE_STALL_LOGPROBS,

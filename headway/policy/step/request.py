@@ -71,6 +71,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     prediction: list[int] = []  # what the answer may say in parts; drafts are found in it
     hands_over: bool = False  # what is computed of its prompt is kept for another engine, which goes on with it
     handle: Handle | None = None  # what another engine has computed of its prompt
+    adapter: str = ""  # digest of its adapter; empty for the base model
 
     @property
     def choices(self) -> list[Resumed]:
@@ -174,6 +175,9 @@ class Sequence:
     is_unreserved: bool = False  # admission had no blocks in mind for all tokens that it computes again
     pooling: PoolingParams | None = None  # of one that ends with its prompt
     prediction: list[int] = field(default_factory=list)  # what its output may say in parts
+    adapter: str = ""  # digest of its adapter; empty for the base model
+    slot: int = -1  # of its adapter, while it runs
+    slot_wanted_since: int = -1  # while it waits and lacks a slot: how many with adapters had been admitted before
     finish_reason: FinishReason | None = None
 
     def __lt__(self, other: Sequence) -> bool:
@@ -276,6 +280,17 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
                 raise ValueError(f"{name} has token id {token}; the model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
+def cache_key(salt: str, adapter: str) -> str:
+    """What prefixes must have in common to be shared: a salt, and the digest of an adapter's weights and settings.
+
+    No two pairs have the same key, whatever the salts are. The key of the base model is the salt, unless that begins
+    as keys with adapters do.
+    """
+    if adapter:
+        return f"\0{adapter}\0{salt}"
+    return f"\0\0{salt}" if salt.startswith("\0") else salt
+
+
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
     """A sequence for each choice that is to be computed; the others share the prompt of the first.
 
@@ -324,13 +339,14 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             rank=rank,
             due_ns=due_ns,
             tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
-            cache_salt=request.cache_salt,
+            cache_salt=cache_key(request.cache_salt, request.adapter),
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,
             pooling=request.pooling,
             prediction=request.prediction,
             hands_over=request.hands_over,
+            adapter=request.adapter,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

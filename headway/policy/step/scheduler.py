@@ -102,12 +102,25 @@ class Scheduler:
         if sequence.status is not Status.FINISHED:
             self.sequences.finish(sequence, FinishReason.ABORT, now)
 
+    def adapter_loaded(self, adapter: str, now: int, done: bool = True) -> list[Sequence]:
+        """A load has ended. Where the adapter could not be had, all that wait for it end, and are returned."""
+        slots, failed = self.sequences.slots, list[Sequence]()
+        assert slots is not None, "there is nothing to load without slots"
+        slots.ended(adapter, done)
+        if not done:
+            failed = [sequence for sequence in self.waiting if sequence.adapter == adapter]
+        for sequence in failed:
+            self.sequences.finish(sequence, FinishReason.ERROR, now)
+        return failed
+
     # --- a step -------------------------------------------------------------------------------------
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. The plan is empty when there is nothing to run."""
         step, policy, sequences = self._begin(now), self.policy, self.sequences
         plan = step.plan
+        if sequences.slots is not None and len(sequences.waiting):
+            sequences.slots.settle(sequences.waiting, self.accounting, now)
         policy.prepare(step)
         if plan.wait_until_ns:
             self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)

@@ -184,8 +184,14 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
+
+
+class Unloaded(BaseModel):
+    id: str
+    object: Literal["model"]
+    deleted: bool
 
 
 class ModelList(BaseModel):

@@ -21,6 +21,7 @@ from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import held, responses
+from headway.server.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from headway.server.api.answers import Answer
 from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
@@ -71,6 +72,8 @@ BODIES = (
     MessagesBody,
     CountBody,
     ResponsesBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
     EmbeddingBody,
     ScoreBody,
     RerankBody,
@@ -228,6 +231,7 @@ class Routes:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 prediction=prediction,
+                adapter=service.adapter_of(body.model),
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
@@ -356,17 +360,6 @@ class Routes:
 
     # --- status -------------------------------------------------------------------------------------
 
-    def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.created,
-            "owned_by": "headway",
-            "root": self._service.settings.root or name,
-            "parent": None,
-            "max_model_len": self._service.check_ready().max_model_len,
-        }
-
     async def root(self, request: Request) -> Response:
         """The page, for browsers; for others where to go from here."""
         if self._page is not None and "text/html" in request.headers.get("accept", ""):
@@ -375,13 +368,13 @@ class Routes:
         return _json({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
-        names = self._service.settings.served_model_names
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
+        served = [*self._service.settings.served_model_names, *self._service.engine.adapters.values()]
+        return _json({"object": "list", "data": [self._service.card(each) for each in served]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        return _json(self._card(name))
+        return _json(self._service.card(self._service.engine.adapters.get(name, name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)

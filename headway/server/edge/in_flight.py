@@ -13,6 +13,8 @@ from headway.server.errors import ApiError, unavailable
 
 
 class Abortable(Protocol):
+    adapter: str
+
     def abort(self, error: ApiError) -> None: ...
 
 
