@@ -42,8 +42,11 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
+    from headway.engine.offload import Offload
     from headway.engine.ranks import Followers
 
+# Host memory for KV blocks on their way to and from --kv-offload.
+_STAGED_BYTES, _LEAST_STAGED = 256 << 20, 64
 StageListener = Callable[[str, int], None]
 
 
@@ -153,6 +156,9 @@ def _build(
         pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
         seats = pool.max_num_seqs or config.max_num_seqs
         host_blocks = _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None)
+        if config.kv_offload is not None:
+            _check_offload(config, pool)
+            host_blocks = max(host_blocks, _STAGED_BYTES // block_bytes, _LEAST_STAGED)
         runner = Runner(
             model,
             kernels,
@@ -175,6 +181,7 @@ def _build(
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, pool, make, swap)
+        offload = None if config.kv_offload is None else _offload(config, folder, scheduler, runner)
     with stages.timed("warm_up"):
         sizes = pool.num_blocks, config.block_size
         blocks = KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups)
@@ -182,7 +189,7 @@ def _build(
         _capture(runner)
         speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
     roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
-    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline), []
+    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline, offload=offload), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
@@ -396,6 +403,35 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
         )
     return wanted // block_bytes
+
+
+def _check_offload(config: EngineConfig, pool: PoolSize) -> None:
+    """Raise EngineError where KV blocks cannot be kept beyond the host's memory."""
+    wrong = {
+        "layers with a window have block tables of their own": bool(pool.groups),
+        "states of recurrent layers are not kept": pool.checkpoints is not None,
+        "ranks (tensor_parallel_size) keep nothing": config.tensor_parallel_size > 1,
+        "there is no prefix cache (enable_prefix_caching)": not config.enable_prefix_caching,
+        "record_steps cannot tell what was loaded": config.record_steps is not None,
+    }
+    if why := next((reason for reason, holds in wrong.items() if holds), None):
+        raise EngineError(f"kv_offload: {why}; leave it out")
+
+
+def _offload(config: EngineConfig, folder: Path, scheduler: Scheduler, runner: Runner) -> Offload:
+    """What keeps evicted blocks, under a name of all that their bytes depend on. Raises EngineError."""
+    from headway.engine.offload import Offload, StoreError, model_name, open_store
+    from headway.engine.weight_cache import checkpoint_identity
+
+    assert config.kv_offload is not None and runner.host is not None
+    sizes = [str(runner.device), runner.host.block_bytes, config.block_size, scheduler.config.max_model_len]
+    options = config.dtype, config.quantization, config.load_format, config.seed, config.kv_cache_dtype
+    name = model_name(folder, [checkpoint_identity(folder), *sizes, *options])
+    try:
+        store = open_store(config.kv_offload, name, round(config.kv_offload_size * 2**30))
+        return Offload(store, scheduler, runner.host)
+    except StoreError as error:
+        raise EngineError(str(error)) from None
 
 
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
-from headway.engine.unready import POLL_MS, Unready
+from headway.engine.unready import POLL_MS, Unready, waits_in
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
@@ -22,6 +22,7 @@ from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from headway.engine.beams import BeamSearches
+    from headway.engine.offload import Offload
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
@@ -34,9 +35,10 @@ class EngineCore:
     Args:
         speculator: has the scheduler try drafts; None for no drafts.
         roofline: knows the least time of steps; None where nobody does.
+        offload: loads what is kept of a prompt beyond the pool; None where nothing is.
 
     Attributes:
-        unready: requests that wait for their grammars.
+        unready: requests that wait for their grammars, or for what is loaded of their prompts.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         speculator: Speculator | None = None,
         roofline: StepRoofline | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.speculator = speculator
+        self.offload = offload
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -99,7 +103,16 @@ class EngineCore:
         if compiled is not None:
             self.unready[request.request_id] = compiled, request, self._clock()
             return
-        self._queue(request)
+        if self.offload is None or not self._loads(request):
+            self._queue(request)
+
+    def _loads(self, request: AddRequest, began: int = 0) -> bool:
+        """Whether the request waits for something that is loaded now."""
+        assert self.offload is not None
+        loading = self.offload.begin(request)
+        if loading is not None:
+            self.unready[request.request_id] = loading, request, began or self._clock()
+        return loading is not None
 
     def _check_beams(self, request: AddRequest) -> None:
         from headway.engine.beams import BeamSearches, check_beams
@@ -113,27 +126,29 @@ class EngineCore:
         self._live[sequence.request_id][sequence.index] = sequence
         self._sequences[sequence.seq_id] = sequence
 
-    def _queue(self, request: AddRequest, began_compiling: int = 0) -> None:
-        """Queue the choices of a checked request."""
+    def _queue(self, request: AddRequest, unready_ns: int = 0) -> None:
+        """Queue the choices of a checked request, which was unready from `unready_ns` on, unless that is 0."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
         now = self._clock()
         for sequence in sequences:
-            if began_compiling:
-                sequence.ledger.mark(Phase.TRANSPORT, began_compiling)
-                sequence.ledger.mark(Phase.GRAMMAR, now)
+            if unready_ns:
+                sequence.ledger.mark(Phase.TRANSPORT, unready_ns)
+                sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
+        if self.offload is not None:
+            self.offload.give(request.request_id, sequences[0])
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
         if request.params.use_beam_search and self._beams is not None:
             self._beams.add(request, sequences[0])
 
     def _queue_ready(self) -> None:
-        """Queue the requests whose grammars are compiled; end those with a grammar that cannot be."""
+        """Queue the requests that have what they waited for; end those with a grammar that cannot be compiled."""
         for request, began, error in self.unready.take_ready():
-            if error is None:
-                self._queue(request, began)
-            else:
+            if error is not None:
                 self._refuse(request, f"structured_outputs: {error}")
+            elif self.offload is None or not self._loads(request, began):
+                self._queue(request, began)
 
     def _refuse(self, request: AddRequest, why: str) -> None:
         self._pending += [
@@ -149,6 +164,8 @@ class EngineCore:
         """
         if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
             self._pending.append(dropped)
+        if self.offload is not None and index == -1:
+            self.offload.forget(request_id)
         if self._beams is not None and request_id in self._beams:
             told = self._beams.abort(request_id, self._clock())
             self._pending += told if index != -1 else []

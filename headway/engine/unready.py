@@ -1,4 +1,4 @@
-"""The requests whose grammars are being compiled, in a thread. Until then the scheduler does not know of them."""
+"""The requests for which a thread compiles a grammar or loads KV blocks. The scheduler does not know of them yet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from concurrent.futures import Future
 from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings
 from headway.policy.step.ledger import Phase
 
-POLL_MS = 2  # how often an engine that has nothing else to do looks whether one is compiled
+POLL_MS = 2  # how often an engine that has nothing else to do looks whether one is ready
+
+
+def waits_in(request: AddRequest) -> Phase:
+    """The phase of a request that is unready."""
+    return Phase.QUEUE_BLOCKS if request.params.structured_outputs is None else Phase.GRAMMAR
 
 
 class Unready(dict[str, tuple[Future[None], AddRequest, int]]):
-    """Requests by id: the compilation that each waits for, the request, and since when it waits, in nanoseconds."""
+    """Requests by id: what each waits for, the request, and since when it waits, in nanoseconds."""
 
     def take_ready(self) -> list[tuple[AddRequest, int, BaseException | None]]:
         """Take out those that wait no longer: the request, since when it has waited, and why there is no grammar."""
@@ -24,7 +29,7 @@ class Unready(dict[str, tuple[Future[None], AddRequest, int]]):
         left = [choice for choice in request.choices if index not in (-1, choice.index)]
         last = None
         if index != -1 and len(left) < len(request.choices):
-            waited = {str(Phase.TRANSPORT): began - request.sent_ns, str(Phase.GRAMMAR): now - began}
+            waited = {str(Phase.TRANSPORT): began - request.sent_ns, str(waits_in(request)): now - began}
             timings = SequenceTimings(waited, now, 0, 0)
             last = SequenceOutput(request_id, index, [], finish_reason="abort", timings=timings)
         request.resumed = left

@@ -8,7 +8,7 @@ meanwhile, the tokens are computed again after all.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,11 +18,15 @@ from headway.policy.step.step_time import StepTimeModel
 
 
 class BlockSwap(msgspec.Struct, array_like=True, gc=False):
-    """Blocks to copy from the KV pool to the host (`is_out`) or back, the first to the first and so on."""
+    """Blocks to copy from the KV pool to the host (`is_out`) or back, the first to the first and so on.
+
+    With names, the host keeps the copies under these, and is done with its blocks then.
+    """
 
     is_out: bool
     blocks: list[int]
     host_blocks: list[int]
+    names: list[bytes] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +78,34 @@ class HostPool:
 
     Attributes:
         swaps: copies that are decided and in no plan yet.
+        stored: host blocks whose copies are kept elsewhere by now; others append to it, from any thread.
         counts: since the start. Tokens swapped `out` and `in`; decisions to `swap`, to `recompute`, and to recompute as
             the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
     """
 
     def __init__(self, space: SwapSpace, step_time: StepTimeModel) -> None:
         self.space = space
+        self.stored: deque[int] = deque()
+        self._staged: set[int] = set()  # host blocks that hold what is on its way to be kept elsewhere
         self.swaps: list[BlockSwap] = []
         self.counts: Counter[str] = Counter()
         self._step_time = step_time
         self._free = list(range(space.num_blocks - 1, -1, -1))
 
     @property
+    def num_free(self) -> int:
+        self._take_back()
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
-        return self.space.num_blocks - len(self._free)
+        return self.space.num_blocks - self.num_free
+
+    def _take_back(self) -> None:
+        while self.stored:
+            host_block = self.stored.popleft()
+            self._staged.remove(host_block)
+            self._free.append(host_block)
 
     def swap_out(self, blocks: list[int], first: int, start: int, computed: int) -> Swapped | None:
         """Decide what becomes of blocks that are about to be released; None where their tokens are computed again.
@@ -103,7 +121,7 @@ class HostPool:
         if copy_ns > recompute_ns:
             self.counts["recompute"] += 1
             return None
-        if len(blocks) > len(self._free):
+        if len(blocks) > self.num_free:
             self.counts["full"] += 1
             return None
         host_blocks = [self._free.pop() for _ in blocks]
@@ -116,6 +134,22 @@ class HostPool:
         """Copy `tokens` back from host blocks to these."""
         self.swaps.append(BlockSwap(False, blocks, host_blocks))
         self.counts["in"] += tokens
+
+    def stage(self, blocks: list[int], names: list[bytes]) -> int:
+        """Have the last of these blocks copied out, to be kept under their names; how many the host had room for."""
+        count = min(len(blocks), self.num_free)
+        if count:
+            host_blocks = [self._free.pop() for _ in range(count)]
+            self._staged.update(host_blocks)
+            self.swaps.append(BlockSwap(True, blocks[-count:], host_blocks, names[-count:]))
+        return count
+
+    def reserve(self, first: int, most: int, block_size: int) -> Swapped | None:
+        """Host blocks for up to `most` pages of a waiting sequence, from entry `first` of its table on."""
+        count = min(most, self.num_free)
+        if not count:
+            return None
+        return Swapped(first, (first + count) * block_size, [self._free.pop() for _ in range(count)])
 
     def free(self, swapped: Swapped) -> None:
         """Give host blocks back. What is still to be copied from them is copied before they are written again."""
@@ -132,6 +166,7 @@ class HostPool:
         Raises:
             RuntimeError: some are lost or held twice.
         """
-        blocks = self._free + [block for each in held if each is not None for block in each.host_blocks]
+        blocks = [block for each in held if each is not None for block in each.host_blocks]
+        blocks += [*self._free, *self._staged]
         if sorted(blocks) != list(range(self.space.num_blocks)):
             raise RuntimeError(f"of {self.space.num_blocks} host blocks {len(set(blocks))} are free or held once")
