@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 # Torch's threads would look for work for a while after each of their turns, on cores that ours need in the next.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.families import Family
 from headway.kernels.interface import LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import Weight
@@ -116,6 +118,27 @@ def bench_attention(kernels: CpuKernels, rounds: int) -> None:
         report(name, queries, seconds, moved, 4 * pairs * HEADS * WIDTH, "SDPA, dense")
 
 
+def bench_common_prefix(kernels: CpuKernels, rounds: int) -> None:
+    """Decodes whose contexts begin in the same blocks, which are read once, beside what does not know that they do."""
+    for sequences, common, own in ((16, 4096, 128), (16, 1024, 128), (2, 4096, 128), (64, 512, 128)):
+        apart = step(1, common + own, sequences)
+        apart.block_tables[:, : common // BLOCK_SIZE] = apart.block_tables[0, : common // BLOCK_SIZE]
+        together = replace(apart, context_lens_host=list(apart.context_lens_host))
+        together.families = [Family(list(range(sequences)), [common] * (sequences - 1))]
+        query = torch.randn(sequences, HEADS, WIDTH).to(DTYPE)
+        for dtype in (DTYPE, torch.int8):
+            caches = copies_of((apart.block_tables.numel(), KV_HEADS, BLOCK_SIZE, WIDTH), dtype)
+            seconds = interleaved(
+                lambda i: kernels.attention(query, caches[i], together, 0.125, None),  # noqa: B023
+                lambda i: kernels.attention(query, caches[i], apart, 0.125, None),  # noqa: B023
+                rounds,
+                len(caches),
+            )
+            moved = 2.0 * (common + sequences * own) * KV_HEADS * WIDTH * dtype.itemsize
+            name = f"{sequences} x {common}+{own}" + (" i8" if dtype == torch.int8 else "")
+            report(name, 1, seconds, moved, 4.0 * sequences * (common + own) * HEADS * WIDTH, "read by each")
+
+
 def copies_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[LayerCache]:
     """Caches of the same random content, so many that none is in the processor's caches when its turn comes."""
     keys, values = (torch.randint(-127, 128, shape, dtype=torch.int8).to(dtype) for _ in range(2))
@@ -171,6 +194,7 @@ def main() -> None:
     with torch.inference_mode():
         bench_linear(kernels, arguments.tokens, arguments.rounds)
         bench_attention(kernels, arguments.rounds)
+        bench_common_prefix(kernels, arguments.rounds)
         bench_int8_cache(kernels, arguments.rounds)
         bench_rows(kernels, arguments.tokens, arguments.rounds)
 

@@ -24,6 +24,7 @@ from headway.calibration.cases import (
     Pool,
     attention_case,
     element_case,
+    geometry,
     linear_cases,
     stream_case,
 )
@@ -31,7 +32,8 @@ from headway.calibration.stopwatch import measure_rate
 from headway.cost.config import read_shape
 from headway.cost.shape import ModelShape
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache
+from headway.kernels.families import CommonParts
+from headway.kernels.interface import LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import SILU
 
@@ -62,6 +64,9 @@ def tasks(machine: Machine) -> Tasks:
             elements = partial(_elements, pool, shape, tokens)
             found[f"{name} norms and rotation, {tokens} tokens"] = partial(_rows, machine, elements)
             found[f"{name} gate and cache writes, {tokens} tokens"] = partial(_single, machine, shape, tokens)
+        for sequences, common in ((2, 32),) if machine.small else ((16, 4096), (64, 2048), (4, 8192)):
+            label = f"{name} attention, {sequences} with {common} tokens in common"
+            found[label] = partial(_common_prefix, machine, shape, sequences, common)
     for rows in (4,) if machine.small else (1, 16, 64):
         found[f"masks of allowed tokens, {rows} rows"] = partial(_masks, machine, rows)
     return found | formats.kernels(machine, partial(_measured, machine))
@@ -108,6 +113,32 @@ def _single(machine: Machine, shape: ModelShape, tokens: int) -> Iterable[Row]:
 
         cuda, gate_up = CudaKernels(), random(machine, tokens, 2 * shape.ffn)
         yield _measured(machine, "gate", lambda: cuda.apply_gate(gate_up, SILU), 1, 1.5 * gate_up.nbytes, 0.0)
+
+
+@torch.inference_mode()
+def _common_prefix(machine: Machine, shape: ModelShape, sequences: int, common: int) -> Iterable[Row]:
+    """Decodes whose contexts begin in the same blocks: what these hold read once, and read by each."""
+    kernels, own = kernels_for(machine.device, DTYPE), 128
+    step = geometry(AttentionLoad(1, common + own, sequences), machine.device)
+    step.block_tables[:, : common // BLOCK_SIZE] = step.block_tables[0, : common // BLOCK_SIZE]
+    blocks = step.block_tables.numel(), shape.kv_heads, BLOCK_SIZE, shape.head_dim
+    caches = [LayerCache(random(machine, *blocks), random(machine, *blocks)) for _ in range(1 if machine.small else 4)]
+    query = random(machine, sequences, shape.heads, shape.head_dim)
+    numbers = [[0, common, 0, sequences]], list(range(sequences)), [common] * sequences
+    parts = CommonParts(*(torch.tensor(each, dtype=torch.int32, device=machine.device) for each in numbers))
+    of_token = 2.0 * shape.kv_heads * shape.head_dim * DTYPE.itemsize
+    for kernel, given, read in (
+        ("attention, read once", parts, common + sequences * own),
+        ("attention, read by each", None, sequences * (common + own)),
+    ):
+        there = replace(step, common=given)
+
+        def call(there: StepGeometry = there) -> None:
+            for cache in caches:
+                kernels.attention(query, cache, there, shape.head_dim**-0.5, None)
+
+        flops = 4.0 * sequences * (common + own) * shape.heads * shape.head_dim
+        yield _measured(machine, kernel, call, len(caches), read * of_token, flops)
 
 
 @torch.inference_mode()

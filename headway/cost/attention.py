@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from headway.cost.layers import Latent
 from headway.cost.shape import ModelShape
 
 SCORE_PASSES = 4
+COMMON_PART = 512  # tokens
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -26,23 +28,27 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         logit_rows: tokens whose logits are wanted: 1 for a decode and for the end of a prompt, 0 for a prompt
             that goes on.
         sequences: how many sequences have the same part.
+        common: tokens at the beginning of their contexts that these have in the same blocks. Layers that see all tokens
+            read them once for all.
     """
 
     tokens: int
     context: int = 0
     logit_rows: int = 1
     sequences: int = 1
+    common: int = 0
 
 
 def append_alike(chunks: list[Chunk], chunk: Chunk) -> None:
     """Append one sequence's chunk; where it is like the last one, that one counts a sequence more."""
-    if chunks and (chunks[-1].tokens, chunks[-1].context, chunks[-1].logit_rows) == (
-        chunk.tokens,
-        chunk.context,
-        chunk.logit_rows,
-    ):
-        chunk = Chunk(chunk.tokens, chunk.context, chunk.logit_rows, chunks.pop().sequences + 1)
+    if chunks and replace(chunks[-1], sequences=1) == chunk:
+        chunk = replace(chunk, sequences=chunks.pop().sequences + 1)
     chunks.append(chunk)
+
+
+def read_once(tokens: int) -> int:
+    """How many of the tokens that sequences have in common attention reads once for all: whole parts of a context."""
+    return tokens // COMMON_PART * COMMON_PART
 
 
 def attended_pairs(tokens: int, context: int, window: int | None = None) -> int:
@@ -96,30 +102,33 @@ def attention(shape: ModelShape, chunks: Sequence[Chunk], flash: bool = True) ->
     for window in set(shape.sliding_windows):
         layers = shape.sliding_windows.count(window)
         for chunk in chunks:
-            whole += _of_chunk(shape, chunk, window, layers * chunk.sequences, flash)
+            whole += _of_chunk(shape, chunk, window, layers, flash)
     return whole
 
 
-def _of_chunk(shape: ModelShape, chunk: Chunk, window: int | None, times: int, flash: bool) -> Attended:
-    keys = visible_keys(chunk.tokens, chunk.context, window)
+def _of_chunk(shape: ModelShape, chunk: Chunk, window: int | None, layers: int, flash: bool) -> Attended:
+    times, keys = layers * chunk.sequences, visible_keys(chunk.tokens, chunk.context, window)
+    read = times * keys - (layers * (chunk.sequences - 1) * min(chunk.common, keys) if window is None else 0)
     causal = attended_pairs(chunk.tokens, chunk.context, window)
     pairs = causal if flash else chunk.tokens * (chunk.context + chunk.tokens)
     stored = 0 if flash else times * shape.heads * pairs
     if shape.latent is not None:
-        return _latent(shape.latent, shape.heads, chunk.tokens, keys, pairs, times, stored)
+        return _latent(shape.latent, shape.heads, chunk.tokens, keys, read, pairs, times, stored)
     flops = 2 * times * shape.heads * shape.head_dim * pairs
-    read = times * keys * shape.kv_heads * shape.head_dim
+    read *= shape.kv_heads * shape.head_dim
     return Attended(flops, flops, read, read, score_elements=stored)
 
 
-def _latent(latent: Latent, heads: int, tokens: int, keys: int, pairs: int, times: int, stored: int) -> Attended:
+def _latent(
+    latent: Latent, heads: int, tokens: int, keys: int, read: int, pairs: int, times: int, stored: int
+) -> Attended:
     """Attention over latents by the cheaper of two ways that give the same result (DeepSeek-V2, 2024, section 2.1).
 
     Absorbed: queries and results are turned into the space of the latents, for each new token. Expanded: keys and
     values are made of all latents in sight, and attention goes on as usual. An engine may always do the former
     (`Latent.always_absorbed`).
     """
-    read = times * keys * (latent.kv_rank + latent.rope_dim)
+    read *= latent.kv_rank + latent.rope_dim
     turn = 2 * heads * latent.kv_rank * (latent.nope_dim + latent.value_dim)
     absorbed = Attended(
         2 * times * heads * (latent.kv_rank + latent.rope_dim) * pairs,

@@ -137,13 +137,17 @@ def _build(
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, size, make, swap)
+        hooks: list[StepHooks] = []
+        if config.kv_offload is not None and runner.host is not None:
+            from headway.engine.offload import offload_of
+
+            hooks.append(offload_of(config, start.folder, scheduler, runner.host, str(device)))
     with stages.timed("warm_up"):
         blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        hooks: list[StepHooks] = (
-            [] if config.speculative_config is None else [_speculator(start, runner, scheduler, draft)]
-        )
+        if config.speculative_config is not None:
+            hooks.append(_speculator(start, runner, scheduler, draft))
         if config.role != "both" and runner.host is not None:
             from headway.engine.handover import Handovers, layout_of
 
@@ -221,6 +225,10 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
     seats = size.max_num_seqs or config.max_num_seqs
     host_blocks = _host_blocks(config, device, block_bytes, has_states=size.checkpoints is not None)
+    if config.kv_offload is not None:
+        from headway.engine.offload import staged_blocks
+
+        host_blocks = max(host_blocks, staged_blocks(config, size, block_bytes))
     runner = Runner(
         model,
         start.kernels,

@@ -217,6 +217,18 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         int | None,
         _engine("Adapters that are kept in host memory, to fill slots from. Default: 4 for each slot.", min=1),
     ] = None
+    kv_offload: Annotated[
+        str | None,
+        _engine(
+            "Keep what the prefix cache gives up in this folder, or in a Redis (redis://HOST:PORT), and load it where "
+            "that is predicted to be quicker than computing it.",
+            metavar="PATH|URL",
+        ),
+    ] = None
+    kv_offload_size: Annotated[
+        float,
+        _engine("GiB that --kv-offload may take of a disk; a Redis has a limit of its own.", min=0.01, metavar="GIB"),
+    ] = 10.0
     record_steps: Annotated[
         str | None, _engine("Append each step's plan and timing to this file; no text is recorded.", metavar="FILE")
     ] = None

@@ -38,10 +38,9 @@ class EngineCore:
 
     Args:
         roofline: knows the least time of steps; None where nobody does.
-        handovers: hands prompts over to other engines, or takes them over; None where neither is wanted.
 
     Attributes:
-        hooks: what takes part in steps: a Speculator, Handovers, and each beam search that is under way.
+        hooks: what takes part in steps: a Speculator, Handovers, Offload, and each beam search that is under way.
         unready: requests that wait for their grammars, or for what another engine has computed.
         adapters: those that requests may have; None where there are none.
     """
@@ -120,14 +119,14 @@ class EngineCore:
     def _queue(self, request: AddRequest, began_waiting: int = 0) -> None:
         """Queue the choices of a checked request."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
-        for hook in self.hooks:
-            hook.queued(request, sequences)
         now = self._clock()
         for sequence in sequences:
             if began_waiting:
                 sequence.ledger.mark(Phase.TRANSPORT, began_waiting)
                 sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
+        for hook in self.hooks:
+            hook.queued(request, sequences)
         self._live[request.request_id] = {s.index: s for s in sequences}
         self._sequences.update((s.seq_id, s) for s in sequences)
         if request.params.use_beam_search:
@@ -137,11 +136,11 @@ class EngineCore:
     def _queue_ready(self) -> None:
         """Queue the requests that wait no longer; end those with a grammar that cannot be compiled."""
         for request, began, error in self.unready.take_ready():
-            if error is None:
-                self._queue(request, began)
-            else:
+            if error is not None:
                 self._refuse(request, f"structured_outputs: {error}")
                 self._leave(request.request_id)
+            else:
+                self._queue(request, began)
 
     def _leave(self, request_id: str) -> None:
         for hook in self.hooks:

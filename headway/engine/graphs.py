@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.engine.families import Families
 from headway.engine.layout import BlockTables, ModelInput
+from headway.kernels.families import CommonParts, Family, common_parts
 from headway.kernels.interface import StepGeometry
 from headway.policy.step.plan import ScheduledSequence, SequenceState
 
@@ -23,6 +25,14 @@ def graph_sizes(max_num_seqs: int, padded: bool) -> list[int]:
     first = (1, 2, 4) if padded else range(1, _EACH_UP_TO)
     sizes = sorted({*first, *range(_STRIDE, max_num_seqs + 1, _STRIDE), max_num_seqs})
     return [size for size in sizes if size <= max_num_seqs]
+
+
+def _most_parts(rows: int) -> int:
+    """Room for the parts that so many rows have in common at most, in few sizes: a graph is launched for a size."""
+    room = 1
+    while 2 * room < rows:
+        room *= 4
+    return room
 
 
 class _Mirror:
@@ -68,7 +78,14 @@ class DecodeBuffers:
         self._tables = _Mirror((groups, most, max_blocks), torch.int32, device)
         self._all_rows = torch.arange(most, device=device)
         self._taken: tuple[list[int], int, int] | None = None  # the rows, blocks and version that the tables have
-        self._geometries: dict[int, StepGeometry] = {}
+        self._families = Families(tables, block_size)
+        self._parts = _Mirror((_most_parts(most), 4), torch.int32, device)  # of CommonParts
+        self._common = _Mirror((2, most), torch.int32, device)  # its queries and tokens
+        self._common_taken: tuple[Sequence[Family], int] = (
+            (),
+            0,
+        )  # what these have, and for how many parts there is room
+        self._geometries: dict[tuple[int, int], StepGeometry] = {}
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput | None:
         """The tensors of a step, which hold until the next one is laid out.
@@ -98,7 +115,8 @@ class DecodeBuffers:
         self._numbers.send()
         self._lens.send()
         self._take_tables(rows, int(blocks.max(initial=-1)) + 1)
-        return ModelInput(self._numbers.tensor[0, :size], self._geometry(size), self._all_rows[:count])
+        parts = self._take_common(rows, positions) if count > 1 else 0
+        return ModelInput(self._numbers.tensor[0, :size], self._geometry(size, parts), self._all_rows[:count])
 
     def _take_tables(self, rows: list[int], most: int) -> None:
         """Copy the first blocks of these rows of the block tables, unless they are there."""
@@ -108,8 +126,22 @@ class DecodeBuffers:
             self._tables.send(slice(None), slice(len(rows)), slice(most))
             self._taken = wanted
 
-    def _geometry(self, size: int) -> StepGeometry:
-        if size not in self._geometries:
+    def _take_common(self, rows: list[int], positions: list[int]) -> int:
+        """Copy what a GPU is to read once, unless it is there. Returns for how many parts there is room; 0 for none."""
+        families = self._families.of(rows, [each + 1 for each in positions], [1] * len(rows))
+        if families is not self._common_taken[0]:
+            parts, queries, tokens = common_parts(families, [1] * len(rows))
+            if room := _most_parts(2 * len(parts)) if len(parts) else 0:
+                self._parts.array[:room], self._common.array[:] = 0, 0
+                self._parts.array[: len(parts)] = parts
+                self._common.array[0, : len(queries)], self._common.array[1, : len(tokens)] = queries, tokens
+                self._parts.send()
+                self._common.send()
+            self._common_taken = families, room
+        return self._common_taken[1]
+
+    def _geometry(self, size: int, parts: int) -> StepGeometry:
+        if (size, parts) not in self._geometries:
             lens, tables, numbers = self._lens.tensor, self._tables.tensor[:, :size], self._numbers.tensor[:, :size]
             longest = self._max_model_len
             step = StepGeometry(
@@ -124,9 +156,10 @@ class DecodeBuffers:
                 query_lens_host=[1] * size,
                 context_lens_host=[longest] * size,
                 repeatable=True,
+                common=CommonParts(self._parts.tensor[:parts], *self._common.tensor[:, :size]) if parts else None,
             )
             further = zip(tables[1:], numbers[3:], strict=True)
-            parts = [replace(step, block_tables=table, slots=slots) for table, slots in further]
-            step.groups = (replace(step), *parts) if parts else ()
-            self._geometries[size] = step
-        return self._geometries[size]
+            of_groups = [replace(step, block_tables=table, slots=slots) for table, slots in further]
+            step.groups = (replace(step), *of_groups) if of_groups else ()
+            self._geometries[size, parts] = step
+        return self._geometries[size, parts]

@@ -1,6 +1,6 @@
 """What takes part in the steps of an engine beside its scheduler and its executor.
 
-These are drafts, beam searches, and prompts that engines hand over to each other.
+These are drafts, beam searches, prompts that engines hand over to each other, and blocks that are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StepHooks:
         return None
 
     def queued(self, request: AddRequest, sequences: list[Sequence]) -> None:
-        """Called before the sequences of a request are queued."""
+        """Called when the sequences of a request are queued, before any of them may run."""
 
     def left(self, request_id: str) -> None:
         """Called when a request is dropped before its sequences were queued."""

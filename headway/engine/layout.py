@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.engine.families import Families
+from headway.kernels.families import CommonParts, Family, common_parts
 from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
 from headway.policy.cache.kv_groups import PASSED
@@ -37,6 +39,8 @@ class ModelInput:
 class BlockTables:
     """Block tables of the running sequences as an array for each KV cache group. `version` changes with each change.
 
+    `beginnings` changes with each that may concern the first `watched` blocks.
+
     Args:
         shares: for each group, how many blocks of a layer are in a block of the pool; the arrays have the first ones.
         passed: the number that stands for blocks that windows have passed.
@@ -47,7 +51,7 @@ class BlockTables:
         self.array = self.arrays[0]
         self.shares = shares
         self._passed = passed
-        self.version = 0
+        self.version = self.beginnings = self.watched = 0
         self._rows: dict[int, int] = {}  # by seq_id
         self._free = list(range(max_sequences - 1, -1, -1))
 
@@ -70,6 +74,7 @@ class BlockTables:
             entries *= share
         self._rows[sequence.seq_id] = row
         self.version += 1
+        self.beginnings += 1
         return row
 
     def write(self, change: TableChange) -> None:
@@ -82,6 +87,8 @@ class BlockTables:
             if change.first:
                 array[change.sinks : change.first] = self._passed * share
             self.version += 1
+            if change.start < self.watched:
+                self.beginnings += 1
 
     def forget(self, seq_id: int) -> None:
         row = self._rows.pop(seq_id, None)
@@ -112,6 +119,7 @@ class StepLayout:
         passed: int = 0,
     ) -> None:
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), shares, passed)
+        self.families = Families(self.tables, block_size)
         self._device = device
         self._block_size = block_size
         self._pitch = block_size * shares[0]  # tokens from one block of the pool to the next
@@ -163,13 +171,14 @@ class StepLayout:
         count = len(tokens)
         repeatable = count <= self._most_repeated
         kind = tuple(lengths), tuple(samples)
+        families = self.families.of(rows, contexts, lengths) if len(rows) > 1 else ()
         if not repeatable:
             numbers, last_rows = self._copied(tokens + positions + slots, last)
             block_tables = to_device(self.tables.array[rows, :most], self._device)
         else:
             self._fill(tokens, positions, slots, rows, most)
             if kind in self._kept:
-                laid_out = self._laid_out_again(*self._kept[kind], contexts, longest)
+                laid_out = self._laid_out_again(*self._kept[kind], contexts, longest, families)
                 return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
             numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
             block_tables = torch.from_numpy(self._tables[0, : len(rows)])
@@ -188,6 +197,8 @@ class StepLayout:
             query_lens_host=lengths,
             context_lens_host=contexts,
             repeatable=repeatable,
+            families=families,
+            common=self._common(families, lengths) if families and self._device.type == "cuda" else None,
         )
         laid_out = ModelInput(numbers[0], geometry, last_rows)
         if repeatable:
@@ -195,6 +206,13 @@ class StepLayout:
                 self._kept.clear()
             self._kept[kind] = laid_out, lens[len(starts) :]
         return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
+
+    def _common(self, families: Sequence[Family], lengths: list[int]) -> CommonParts | None:
+        """What a GPU is to read once; None where that does not pay."""
+        parts, queries, tokens = common_parts(families, lengths)
+        if not len(parts):
+            return None
+        return CommonParts(*(to_device(each, self._device) for each in (parts, queries, tokens)))
 
     def _grouped(self, laid_out: ModelInput, rows: list[int], positions: list[int], most: int) -> ModelInput:
         """The tensors with the geometry of each of several KV cache groups added."""
@@ -221,13 +239,19 @@ class StepLayout:
         return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
     def _laid_out_again(
-        self, kept: ModelInput, context_lens: np.ndarray, contexts: list[int], longest: int
+        self,
+        kept: ModelInput,
+        context_lens: np.ndarray,
+        contexts: list[int],
+        longest: int,
+        families: Sequence[Family],
     ) -> ModelInput:
         """The tensors of an earlier step of the same kind, filled for this one."""
         context_lens[:] = contexts
         step, sizes = kept.geometry, (len(contexts), kept.geometry.max_query_len, longest)
         tensors = step.query_start, step.context_lens, step.block_tables, step.slots, step.positions
-        geometry = StepGeometry(*tensors, *sizes, step.query_lens_host, contexts, repeatable=True)
+        lens = step.query_lens_host, contexts
+        geometry = StepGeometry(*tensors, *sizes, *lens, repeatable=True, families=families)
         return ModelInput(kept.token_ids, geometry, kept.last_rows)
 
     def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:

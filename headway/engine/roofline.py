@@ -11,6 +11,7 @@ from headway.files import config_folder
 from headway.policy.step.plan import StepPlan
 
 if TYPE_CHECKING:  # imported where a machine is known: others need not wait for it when the engine starts
+    from headway.cost.attention import Chunk
     from headway.cost.hardware import Hardware
     from headway.cost.precision import Precision
     from headway.cost.shape import ModelShape
@@ -40,7 +41,22 @@ class StepRoofline:
         chunks: list[Chunk] = []
         for item in plan.scheduled:
             append_alike(chunks, Chunk(item.num_tokens, item.start, item.samples + item.logit_rows))
+        if plan.work.repeated_context:
+            chunks = _with_repeated(chunks, plan.work.repeated_context)
         return 1e9 * self._deployment.step(chunks).seconds
+
+
+def _with_repeated(chunks: list[Chunk], repeated: int) -> list[Chunk]:
+    """The same step with its decodes as one chunk of their mean context, of which so many tokens are not read again."""
+    from headway.cost.attention import Chunk
+
+    decodes = [chunk for chunk in chunks if (chunk.tokens, chunk.logit_rows) == (1, 1)]
+    count = sum(chunk.sequences for chunk in decodes)
+    if count < 2:
+        return chunks
+    context = sum(chunk.context * chunk.sequences for chunk in decodes) // count
+    common = min(context, -(-repeated // (count - 1)))
+    return [Chunk(1, context, 1, count, common), *(chunk for chunk in chunks if chunk not in decodes)]
 
 
 def roofline_of(

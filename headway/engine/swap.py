@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,13 +26,20 @@ class HostBlocks:
     Args:
         caches: the caches of the KV pool.
         num_blocks: how many blocks the host has; their memory is page-locked where the pool is on a GPU.
+
+    Attributes:
+        block_bytes: of a row.
+        keep: is told of rows that are to be kept elsewhere: their numbers, names, and all rows.
+        arrived: what came from there, for the blocks that it is to be in before they are copied to the pool.
     """
 
     def __init__(self, caches: list[LayerCache], num_blocks: int) -> None:
         self._parts = [tensor for cache in caches for tensor in cache.tensors]
         self._sizes = [part[0].nbytes for part in self._parts]
         self._device = self._parts[0].device
-        size = sum(self._sizes)
+        self.block_bytes = size = sum(self._sizes)
+        self.keep: Callable[[list[int], list[bytes], torch.Tensor], None] | None = None
+        self.arrived: dict[int, memoryview] = {}
         self._at_once = max(1, STAGED_BYTES // size)
         self._rows = torch.empty((num_blocks, size), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
@@ -43,17 +51,23 @@ class HostBlocks:
                 copy(swap.blocks[at : at + self._at_once], swap.host_blocks[at : at + self._at_once])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        for swap in swaps:
+            if swap.names and self.keep is not None:
+                self.keep(swap.host_blocks, swap.names, self._rows)
 
     def _out(self, blocks: list[int], host_blocks: list[int]) -> None:
         numbers = torch.tensor(blocks, device=self._device)
         parts = [part.index_select(0, numbers).flatten(1).view(torch.uint8) for part in self._parts]
         for row, host_block in zip(torch.cat(parts, 1), host_blocks, strict=True):
+            self.arrived.pop(host_block, None)  # for a sequence that ended before it was admitted
             self._rows[host_block].copy_(row, non_blocking=True)
 
     def _in(self, blocks: list[int], host_blocks: list[int]) -> None:
         numbers = torch.tensor(blocks, device=self._device)
         staged = torch.empty((len(blocks), self._rows.shape[1]), dtype=torch.uint8, device=self._device)
         for row, host_block in zip(staged, host_blocks, strict=True):
+            if (content := self.arrived.pop(host_block, None)) is not None:
+                self._rows[host_block].numpy().data[:] = content
             row.copy_(self._rows[host_block], non_blocking=True)
         for part, columns in zip(self._parts, staged.split(self._sizes, 1), strict=True):
             part.index_copy_(0, numbers, columns.contiguous().view(part.dtype).view(-1, *part.shape[1:]))

@@ -1,4 +1,4 @@
-"""The requests that wait for a grammar to be compiled, or for keys and values from another engine, in threads.
+"""The requests that wait for a grammar to be compiled, or for keys and values from elsewhere, in threads.
 
 Until then the scheduler does not know of them.
 """
@@ -42,5 +42,7 @@ class Unready(dict[str, tuple[Sequence[Future[Any]], AddRequest, int]]):
 
 
 def waits_in(request: AddRequest) -> Phase:
-    """The phase of a request that waits: for keys and values, if it does for these, or else for its grammar."""
-    return Phase.GRAMMAR if request.handle is None else Phase.KV_TRANSFER
+    """The phase of a request that waits: for another engine, if it does for that, for its grammar, or for blocks."""
+    if request.handle is not None:
+        return Phase.KV_TRANSFER
+    return Phase.QUEUE_BLOCKS if request.params.structured_outputs is None else Phase.GRAMMAR

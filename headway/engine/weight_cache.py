@@ -68,9 +68,8 @@ class WeightCache:
         folder = Path(config.model)
         if not config.weight_cache or config.load_format == "dummy" or not folder.is_dir():
             return None
-        about = [_identity(path) for path in weight_files(folder)], (folder / "config.json").read_text(encoding="utf-8")
         options = config.dtype, config.quantization, config.load_format
-        content = json.dumps([*about, options, _processor(), _code()]).encode()
+        content = json.dumps([*checkpoint_identity(folder), options]).encode()
         digest = hashlib.sha256(content).hexdigest()[:24]
         return cls(cache_folder() / "weights" / f"{folder.name[:80]}-{digest}{_ENDING}")
 
@@ -244,6 +243,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 _KNOWN = {("builtins", "getattr"), ("functools", "partial")}
+
+
+def checkpoint_identity(folder: Path) -> list[object]:
+    """What the weights of a checkpoint, as they are packed here, depend on beside options. Raises OSError."""
+    files = [_identity(path) for path in weight_files(folder)]
+    return [files, (folder / "config.json").read_text(encoding="utf-8"), _processor(), _code()]
 
 
 def _identity(path: Path) -> tuple[str, int, int]:

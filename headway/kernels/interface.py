@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
+from headway.kernels.families import CommonParts, Family
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
 
@@ -41,6 +42,8 @@ class StepGeometry:
     groups: tuple[StepGeometry, ...] = ()  # with further KV cache groups: the same step with the tables of each
     spans: Tensor | None = None  # [1 + S or more, 7] int64, of recurrent layers, see Span; the first entry is S
     repeatable: bool = False  # whether steps of as many tokens have their tensors at these addresses too
+    families: Sequence[Family] = ()  # no sequence is in two; kernels may read what is common once
+    common: CommonParts | None = None  # the same for a GPU
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headway.cost.attention import read_once
 from headway.cost.work import RMS_NORM_FLOPS, Operation
 from headway.planner.formula import Formula, given
 from headway.planner.plan import Plan, PlannedStep
@@ -24,7 +25,7 @@ def of_documents(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
     yield from _norms(name, step)
     if name != "prefill":
         yield _cache_alone(plan)
-        if plan.workload.cached and plan.batch > 1:
+        if is_plain(shape) and read_once(plan.workload.cached) and plan.batch > 1:
             yield _shared_prefix(plan, step)
 
 
@@ -95,12 +96,12 @@ def _cache_alone(plan: Plan) -> Formula:
 
 
 def _shared_prefix(plan: Plan, step: PlannedStep) -> Formula:
-    prefix = given(plan.kv_bytes_per_token) * given(plan.workload.cached)
+    prefix = given(plan.kv_bytes_per_token) * given(read_once(plan.workload.cached))
     return Formula(
-        "Bytes of the decode step, if the shared prefix were read once",
-        "bytes of the decode step - cache of the prefix × further sequences; here each reads it, as in engines without "
-        "cascade attention",
-        given(step.bytes) - prefix * (given(plan.batch) - 1),
+        "Bytes of the decode step, if each sequence read the shared prefix",
+        "bytes of the decode step + cache of the prefix × further sequences; here attention reads whole parts of it "
+        "once for all, which engines without cascade attention do not",
+        given(step.bytes) + prefix * (given(plan.batch) - 1),
         "bytes",
         "document 002, Attention Doesn't Batch Well: prefix sharing",
     )

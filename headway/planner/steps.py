@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 
-from headway.cost.attention import Chunk, append_alike
+from headway.cost.attention import Chunk, append_alike, read_once
 from headway.cost.requests import RequestShape
 from headway.cost.timing import LINEAR, Deployment, PartTime, TimeBreakdown
 from headway.cost.work import Operation, step_work, total
@@ -47,8 +47,9 @@ def prefill_step(deployment: Deployment, workload: RequestShape, budget: int) ->
 
 def decode_step(deployment: Deployment, workload: RequestShape, batch: int, lane_batch: int) -> PlannedStep:
     """One token of each of `batch` sequences of a replica, of which a device works on `lane_batch` at a time."""
-    context = workload.mean_context
-    return _planned(deployment, Chunk(1, context, 1, batch), [[Chunk(1, context, 1, lane_batch)]])
+    context, common = workload.mean_context, read_once(workload.cached)
+    of_lane = Chunk(1, context, 1, lane_batch, common)
+    return _planned(deployment, Chunk(1, context, 1, batch, common), [[of_lane]])
 
 
 def _planned(deployment: Deployment, whole: Chunk, timed: list[list[Chunk]]) -> PlannedStep:

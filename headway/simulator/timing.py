@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from headway.cost.attention import Chunk, append_alike
+from headway.cost.attention import Chunk, append_alike, read_once
 from headway.cost.timing import Deployment, TimeBreakdown
 from headway.cost.work import Operation
 from headway.policy.step.accounting import StepTimes
@@ -78,13 +78,15 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """The host's time comes before the step is launched."""
-        return self.times_of(tuple(self.chunks(plan.scheduled)), now)
+        return self.times_of(tuple(self.chunks(plan.scheduled, plan.work.repeated_context)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
-            return self.times_of(tuple(self._decodes([each + self.cached for each in contexts()])), now)
+            decodes = self._decodes([each + self.cached for each in contexts()], work.repeated_context)
+            return self.times_of(tuple(decodes), now)
         count = work.decode_tokens
-        return self.times_of((_decodes_of(count, work.decode_context + count * (self.cached - 1)),), now)
+        context = work.decode_context + count * (self.cached - 1)
+        return self.times_of((self._decodes_of(count, context, work.repeated_context),), now)
 
     def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         """The times of a step of these chunks."""
@@ -105,8 +107,8 @@ class Predicted:
         sampling_s = sum([part.seconds for part in step.parts if part.name == Operation.SAMPLING])
         return round(step.host_s * 1e9), round((step.device_s - sampling_s) * 1e9), round(sampling_s * 1e9)
 
-    def chunks(self, scheduled: list[ScheduledSequence]) -> list[Chunk]:
-        """The work of a step as the cost model takes it."""
+    def chunks(self, scheduled: list[ScheduledSequence], repeated: int = 0) -> list[Chunk]:
+        """The work of a step as the cost model takes it; `repeated` is the step's StepWork.repeated_context."""
         cached = self.cached
         contexts = [item.start + cached for item in scheduled if item.decoding and item.samples == 1]
         chunks: list[Chunk] = []
@@ -115,20 +117,25 @@ class Predicted:
                 if not item.decoding or item.samples > 1:
                     rows = min(len(item.token_ids), item.samples + item.logit_rows)
                     append_alike(chunks, Chunk(len(item.token_ids), item.start + cached, rows))
-        return self._decodes(contexts) + chunks
+        return self._decodes(contexts, repeated) + chunks
 
-    def _decodes(self, contexts: list[int]) -> list[Chunk]:
+    def _decodes(self, contexts: list[int], repeated: int) -> list[Chunk]:
         alike: dict[int, list[int]] = {0: contexts}
         if self._windows:
             alike = {}
             for context in contexts:
                 alike.setdefault(bisect_right(self._windows, context), []).append(context)
-        return [_decodes_of(len(each), sum(each)) for each in alike.values() if each]
+        share = repeated / len(contexts) if repeated else 0.0
+        return [self._decodes_of(len(each), sum(each), share * len(each)) for each in alike.values() if each]
 
+    def _decodes_of(self, count: int, context: int, repeated: float) -> Chunk:
+        """The decodes of so many sequences with so many tokens in all, as one chunk.
 
-def _decodes_of(count: int, context: int) -> Chunk:
-    """The decodes of so many sequences with so many tokens in all, as one chunk."""
-    return Chunk(1, round(context / count / CONTEXT) * CONTEXT, 1, count)
+        What some of them have in common counts as if all had, and less of it, so that as much is not read again.
+        """
+        mean = round(context / count / CONTEXT) * CONTEXT
+        common = self.cached + (int(repeated / (count - 1)) if count > 1 and repeated else 0)
+        return Chunk(1, mean, 1, count, min(mean, read_once(common)))
 
 
 @dataclass(slots=True)

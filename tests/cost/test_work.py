@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.cost.attention import Chunk, attended_pairs, visible_keys
+from headway.cost.attention import COMMON_PART, Chunk, attended_pairs, visible_keys
 from headway.cost.config import read_shape
 from headway.cost.precision import BF16, FP32, INT8, Format, Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import NORMALISATION, Operation, Work, step_work, total
 from headway.engine.memory import zero_caches
+from headway.kernels.cpu.attention_plan import SPLIT
+from headway.kernels.families import LEAST_COMMON
 from headway.kernels.reference import ReferenceKernels
 from headway.models.loading import load_model
 from tests.cost import published, tiny_families
@@ -285,6 +287,18 @@ def test_sequences_that_are_alike_count_as_so_many():
     together = step_work(shape, [Chunk(3, 5000, 1, sequences=4), Chunk(2, 0, 0, sequences=2)])
     apart = step_work(shape, [Chunk(3, 5000)] * 4 + [Chunk(2, 0, 0)] * 2)
     assert together == apart
+
+
+def test_what_sequences_have_in_common_is_read_once():
+    """Layers that see all tokens read it once, those with a window each for itself; arithmetic and writes stay."""
+    shape = read_shape(published.LLAMA_3_1_8B)
+    apart, together = (step_work(shape, [Chunk(1, 4200, 1, 16, common)]) for common in (0, 4096))
+    saved = {op: apart[op].kv_read_bytes - together[op].kv_read_bytes for op in apart}
+    assert {op: each for op, each in saved.items() if each} == dict.fromkeys(ATTENTION, 15 * 4096 * 32 * 8 * 128 * 2)
+    assert [together[op].flops for op in together] == [apart[op].flops for op in apart]
+    windowed = read_shape(published.MISTRAL_7B)
+    assert step_work(windowed, [Chunk(1, 4200, 1, 16, 4096)]) == step_work(windowed, [Chunk(1, 4200, 1, 16)])
+    assert COMMON_PART == SPLIT == LEAST_COMMON  # as the engine does it
 
 
 def test_sinks_are_read_with_the_scores():

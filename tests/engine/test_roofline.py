@@ -17,6 +17,7 @@ from headway.cost.shape import ModelShape
 from headway.cost.work import step_work, total
 from headway.engine.roofline import StepRoofline, roofline_of
 from headway.policy.step.plan import ScheduledSequence, StepPlan
+from headway.policy.step.step_time import StepWork
 from tests.calibration.machines import a_machine
 from tests.engine.test_core import ask, engine
 
@@ -58,6 +59,10 @@ def test_a_decode_takes_at_least_the_time_to_read_weights_and_cache() -> None:
     bytes_per_s = a_machine().hardware.bytes_per_s
     assert least[2] == pytest.approx(1e9 * work.bytes / bytes_per_s, rel=0.2)
     assert least[0] < least[1] < least[2]
+    both = plan((1, 1000, 1), (1, 1200, 1), (1, 7, 0))
+    together = StepPlan(both.scheduled, work=StepWork(repeated_context=900))
+    saved = 900 * 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 4
+    assert roofline.least_ns(both) - roofline.least_ns(together) == pytest.approx(1e9 * saved / bytes_per_s, rel=0.2)
     prompt = roofline.least_ns(plan((512, 0, 1)))
     assert prompt > 3 * least[2] and roofline.least_ns(plan((512, 0, 1), (1, 500, 1))) > prompt
 

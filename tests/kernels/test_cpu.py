@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.families import Family
 from headway.kernels.host import one_thread
 from headway.kernels.interface import LayerCache, SinkQueries
 from headway.kernels.weights import Weight
@@ -257,6 +259,31 @@ def test_attention_does_not_depend_on_its_company_or_on_threads() -> None:
         got = with_threads(1).attention(query[start : start + count], cache, alone, 0.125, None)
         assert torch.equal(got, together[start : start + count])
         start += count
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_sequences_have_in_common_is_read_once_and_no_bit_differs(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    """A family in two branches, with a chunk of a prompt and drafts in it, and others between its sequences."""
+    queries = [1, 1, 3, 150, 1, 1, *[1] * 40]
+    contexts = [2000, 1100, 1603, 1200, 700, 1900, *range(1600, 1640)]
+    step, blocks = step_of(queries, contexts, 16)
+    cache = operations.empty_cache((blocks, 2, 16, 64), cache_dtype or dtype, "cpu")
+    slots = torch.arange(blocks * 16)
+    kernels = with_threads(3)
+    kernels.store(random(1, dtype, len(slots), 2, 64), random(2, dtype, len(slots), 2, 64), cache, slots)
+    common = [(0, 2, 1536), (2, 5, 1100), (5, 3, 1040), *((3 if n == 6 else n - 1, n, 1040) for n in range(6, 46))]
+    for before, number, tokens in common:
+        full = -(-tokens // 16)
+        step.block_tables[number, :full] = step.block_tables[before, :full]
+    query, sinks = random(0, dtype, sum(queries), 4, 64), random(3, torch.float32, 4)
+    apart = kernels.attention(query, cache, step, 0.125, None, sinks)
+    family = Family([0, *(number for _, number, _ in common)], [tokens for _, _, tokens in common])
+    cascade = replace(step, families=[family], context_lens_host=list(contexts))
+    together = kernels.attention(query, cache, cascade, 0.125, None, sinks)
+    assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])

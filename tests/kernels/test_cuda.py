@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headway.kernels.families import CommonParts
+from headway.kernels.interface import LayerCache
 from headway.kernels.weights import SILU, Weight
 from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
-from tests.kernels.steps import random, step_of
+from tests.kernels.steps import assert_close, cache_of, on, random, step_of
 
 pytest.importorskip("triton")
 import tests.kernels.interpreted  # noqa: F401
@@ -143,6 +145,28 @@ def test_attention_with_queries_of_their_own_for_the_first_keys(
 def test_attention_with_a_soft_cap(kernels: CudaKernels) -> None:
     for lengths, heads, kv_heads in ((([1, 7, 20], [1, 7, 33]), 14, 2), (([1, 1], [700, 90]), 7, 1)):
         check_attention(kernels, DEVICE, torch.float32, *lengths, heads, kv_heads, 64, 16, 37, softcap=0.7)
+
+
+@pytest.mark.parametrize("dtype", SLOWER)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=["plain", "sinks"])
+def test_what_sequences_have_in_common_is_read_once(
+    kernels: CudaKernels, dtype: torch.dtype, sinks: torch.Tensor | None
+) -> None:
+    """Two parts in common, one with drafts, and a sequence between them that has nothing in common."""
+    queries, contexts = [1, 3, 1, 1, 1], [150, 143, 300, 600, 290]
+    step, blocks = step_of(queries, contexts, 16)
+    for before, after, tokens in ((0, 1, 130), (2, 4, 272)):
+        step.block_tables[after, : tokens // 16] = step.block_tables[before, : tokens // 16]
+    cache = cache_of(blocks, 2, 16, 16, dtype, 1)
+    query = random(0, dtype, 7, 4, 16)
+    expected = operations.REFERENCE.attention(query, cache, step, 0.25, None, sinks)
+    there, cached = on(DEVICE, step), LayerCache(cache.keys.to(DEVICE), cache.values.to(DEVICE))
+    parts = [[0, 128, 0, 4], [2, 272, 4, 2], [0, 0, 0, 0]], [0, 1, 2, 3, 4, 6, 0], [128] * 4 + [272, 0, 272]
+    there.common = CommonParts(*(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in parts))
+    of_device = None if sinks is None else sinks.to(DEVICE)
+    assert_close(kernels.attention(query.to(DEVICE), cached, there, 0.25, None, of_device), expected, dtype)
+    windowed = operations.REFERENCE.attention(query, cache, step, 0.25, 40, sinks)
+    assert_close(kernels.attention(query.to(DEVICE), cached, there, 0.25, 40, of_device), windowed, dtype)
 
 
 def test_splits_fill_the_device_but_stay_long(kernels: CudaKernels) -> None:

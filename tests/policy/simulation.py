@@ -333,7 +333,8 @@ class Simulation:
         self.executor.run(plan)
         self.check_known(plan.scheduled)
         launched = self.now + self.rng.randrange(0, 20)
-        assert plan.work == work_of(plan.scheduled)
+        repeated = StepWork(repeated_context=self.scheduler.blocks.repeated_tokens)
+        assert plan.work == work_of(plan.scheduled) + repeated
         computed = launched + self.duration(plan.work)
         sampled = computed + self.rng.randrange(0, 100)
         self.now = sampled

@@ -11,6 +11,7 @@ from headway.cost.attention import Chunk
 from headway.cost.precision import Precision
 from headway.cost.timing import Deployment
 from headway.policy.step.plan import ScheduledSequence, StepPlan
+from headway.policy.step.step_time import StepWork
 from headway.simulator.timing import Predicted
 
 
@@ -45,3 +46,17 @@ def test_a_plan_of_drafts_is_a_chunk_of_several_rows() -> None:
     made = deployment("llama-3.1-8b")
     plan = StepPlan([ScheduledSequence(0, 300, [1, 2, 3], True, 3)])
     assert Predicted(made).chunks(plan.scheduled) == [Chunk(3, 300, 3)]
+
+
+def test_what_decodes_have_in_common_is_read_once() -> None:
+    """As the scheduler counts it: half of four sequences have 8,192 tokens in the same blocks."""
+    made = deployment("llama-3.1-8b")
+    scheduled, work = [decode(9008)] * 4, StepWork(decode_tokens=4, decode_context=4 * 9009)
+    repeated = StepWork(decode_tokens=4, decode_context=4 * 9009, repeated_context=8192)
+    times = Predicted(made).times(StepPlan(scheduled, work=repeated), 0)
+    expected = made.step([Chunk(1, 9008, 1, 4, 8192 // 3 // 512 * 512)])
+    assert times.sampled_ns == pytest.approx(expected.seconds * 1e9, rel=1e-6)
+    assert times == Predicted(made).decode_times(repeated, lambda: [9008] * 4, 0)
+    assert times.sampled_ns < Predicted(made).times(StepPlan(scheduled, work=work), 0).sampled_ns
+    alone = StepWork(decode_tokens=1, decode_context=9009, repeated_context=8192)  # with a pinned prefix
+    assert Predicted(made).decode_times(alone, lambda: [9008], 0) == Predicted(made).times(StepPlan([decode(9008)]), 0)

@@ -3,7 +3,8 @@
 The unit of work is a tile: some query tokens of one sequence with all the query heads of one key/value head, so that
 grouped-query attention reads each key once. A tile goes over its context in chunks of keys, keeping a running maximum
 and sum (the online softmax of Milakov and Gimelshein, 2018). A long context with few query tokens is split, and its
-parts merged by their maxima and sums, so that one sequence can occupy every thread.
+parts merged by their maxima and sums, so that one sequence can occupy every thread. A part that several sequences have
+in common is a tile with the queries of all (cascade attention; Ye et al., 2024).
 
 Splits and chunks start at fixed positions of the context, and a tile that is not split joins the same parts in the same
 order, so a result depends neither on what else is in the step nor on how many of a sequence's tokens are.
@@ -198,7 +199,8 @@ def _take_whole(rows, width, out_width, room):
 def _prepare_queries(kind, x_kind, integer, group, width, item, head, query, query_stride, rows, row_bytes, factors):
     """Lay out a tile's queries, and their scales."""
     for row in range(item[2] * group):
-        source = (item[1] + row // group) * query_stride + (head * group + row % group) * width
+        token = read_int64(item[7], row // group) if item[7] != 0 else item[1] + row // group
+        source = token * query_stride + (head * group + row % group) * width
         factor = _prepare_query(kind, x_kind, integer, query, source, width, rows + row * row_bytes)
         store(factors, row, factor, FLOAT32)
 
@@ -400,11 +402,12 @@ def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_s
 @compiled()
 def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
     """Join the parts of a split context, in the order in which a tile that is not split does."""
-    token, first, parts, stride = merge
-    into = first * heads + head
+    token, shared, first, stride, own, own_first, own_stride = merge
+    into = (first if shared > 0 else own_first) * heads + head
     best, total = load(partial_sums, 2 * into, FLOAT32), load(partial_sums, 2 * into + 1, FLOAT32)
-    for part in range(1, parts):
-        place = (first + part * stride) * heads + head
+    for part in range(1, shared + own):
+        row = first + part * stride if part < shared else own_first + (part - shared) * own_stride
+        place = row * heads + head
         best, total = _join_row(
             partial_out + into * width * 4, partial_out + place * width * 4, width, best, total,
             load(partial_sums, 2 * place, FLOAT32), load(partial_sums, 2 * place + 1, FLOAT32),
@@ -446,9 +449,10 @@ def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
             room = cut_room(memory, most_rows, width, value_width, layout[1], layout[4])
             while ticket < all_items:
                 row, head = items + ticket // kv_heads * ITEM_WORDS * 8, ticket % kv_heads
+                listed = read_int64(row, 7)
                 item = (
                     read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3),
-                    read_int64(row, 4), read_int64(row, 5), read_int64(row, 6),
+                    read_int64(row, 4), read_int64(row, 5), read_int64(row, 6), plan + listed * 8 if listed > 0 else 0,
                 )  # fmt: skip
                 _attend(
                     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache,
@@ -467,7 +471,10 @@ def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
             ticket = take_ticket(tickets(a, 2))
             while ticket < merges * kv_heads:
                 row = joins + ticket // kv_heads * MERGE_WORDS * 8
-                merge = (read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3))
+                merge = (
+                    read_int64(row, 0), read_int64(row, 1), read_int64(row, 2), read_int64(row, 3),
+                    read_int64(row, 4), read_int64(row, 5), read_int64(row, 6),
+                )  # fmt: skip
                 first = ticket % kv_heads * (heads // kv_heads)
                 for head in range(first, first + heads // kv_heads):
                     _merge(kind, merge, head, heads, value_width, out, partial_out, partial_sums)

@@ -109,7 +109,7 @@ class CpuKernels(FurtherKernels):
     ) -> Tensor:
         """The jobs of `run` without the Python around them, from the second time on."""
         for heads, kv_heads, width, window in attentions:
-            self._plan_of(step, heads // kv_heads, window).reserve(heads, width)
+            self._plan_of(step, heads, kv_heads, window).reserve(heads, width)
         # A program that was recorded before attention's memory moved is of no use.
         name = key, *(plan.places for plan in self._plans.values())
         program = self._programs.get(name)
@@ -121,11 +121,12 @@ class CpuKernels(FurtherKernels):
         self._programs[name] = program
         return program.result
 
-    def _plan_of(self, step: StepGeometry, group: int, window: int | None) -> AttentionPlan:
-        """How the step is cut where so many query heads share a key/value head."""
+    def _plan_of(self, step: StepGeometry, heads: int, kv_heads: int, window: int | None) -> AttentionPlan:
+        """How the step is cut where so many query heads share as many key/value heads."""
+        group = heads // kv_heads
         plan = self._plans.get((group, window))
         if plan is None:
-            plan = self._plans[group, window] = AttentionPlan(group, window)
+            plan = self._plans[group, window] = AttentionPlan(group, window, -(-self._team.threads // kv_heads))
         plan.make(step)
         return plan
 
@@ -197,7 +198,7 @@ class CpuKernels(FurtherKernels):
         tokens, heads, width = query.shape
         kv_heads, value_width = cache.keys.shape[1], cache.values.shape[3]
         layout = _layout_of(cache.keys.dtype, *cache.keys.shape[2:], cache.is_latent)
-        plan = self._plan_of(step, heads // kv_heads, sliding_window)
+        plan = self._plan_of(step, heads, kv_heads, sliding_window)
         plan.reserve(heads, width)
         address, *partials = plan.places
         out = self._team.empty((tokens, heads, value_width), query.dtype)

@@ -3,7 +3,8 @@
 A program takes one tile of query tokens of one sequence with all the query heads of one key/value head, so
 that the rows of its matrix products are tokens times heads and tensor cores have work even in decode. It
 goes over the keys with a running maximum and sum. Where there are too few programs for the device, the
-context is split and a second kernel merges the parts.
+context is split and a second kernel merges the parts. What sequences have in common is read once for all of them
+(cascade attention; Ye et al., 2024): by programs whose rows are queries of several sequences, with parts of their own.
 
 Grids follow from sizes the host already knows; nothing here waits for the device.
 """
@@ -56,14 +57,14 @@ def _rows_of(tile, kv_head, queries, GROUP: tl.constexpr, ROWS: tl.constexpr, TO
 
 @triton.jit
 def _keys_of(
-    first_position, context, window, split,
+    begin, first_position, context, window, split,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """The first key that a tile looks at in its split, the end of them, and places for the first keys before them.
 
-    The splits of a tile share the keys that the tile sees, whatever other sequences see: one launch fits any contexts.
+    It leaves out the keys before `begin`. The splits of a tile share the keys that the tile sees, whatever other
+    sequences see: one launch fits any contexts.
     """
-    begin = 0
     end = tl.minimum(first_position + TOKENS, context)
     if WINDOWED:
         begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
@@ -111,13 +112,13 @@ def _for_keys(q, first_at, mask, is_first, FIRST: tl.constexpr, WIDEN: tl.conste
 
 @triton.jit
 def _store(
-    best, total, result, at, split, live, dim, out, partial_out, partial_max, partial_sum,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    best, total, result, at, part, live, dim, out, partial_out, partial_max, partial_sum,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Results of a tile's rows, [ROWS, WIDTH], or those of this split, which are still to be merged."""
+    """Results of a tile's rows, [ROWS, WIDTH], or those of one of several parts, which are still to be merged."""
     mask = live[:, None] & (dim < WIDTH)[None, :]
-    if SPLITS > 1:
-        part = at * SPLITS + split
+    if PARTS > 1:
+        part = at * PARTS + part
         tl.store(partial_max + part, best, mask=live)
         tl.store(partial_sum + part, total, mask=live)
         tl.store(partial_out + part[:, None] * WIDTH + dim[None, :], result, mask=mask)
@@ -129,24 +130,47 @@ def _store(
 @triton.jit
 def _attention_kernel(
     query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
+    common_parts, common_queries, common_tokens,
     scale, softcap, query_stride, table_stride, window, of_first, of_first_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, FIRST: tl.constexpr,
+    COMMON: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """Attention of a tile to its split of a context.
+
+    With COMMON "own", what its sequence has in common with others is left out; with "all", the second number of a
+    program is that of a common part, and a tile has queries of any sequences that it concerns.
+    """
     tile = tl.program_id(0)
     sequence = tl.program_id(1)
     kv_head = tl.program_id(2) % KV_HEADS
     split = tl.program_id(2) // KV_HEADS
-    start = tl.load(query_start + sequence)
-    queries = tl.load(query_start + sequence + 1) - start
-    context = tl.load(context_lens + sequence)
+    before = 0
+    if COMMON == "all":
+        part_at = common_parts + sequence * 4
+        sequence = tl.load(part_at)
+        context = tl.load(part_at + 1)
+        start = tl.load(part_at + 2)
+        queries = tl.load(part_at + 3)
+    else:
+        start = tl.load(query_start + sequence)
+        queries = tl.load(query_start + sequence + 1) - start
+        context = tl.load(context_lens + sequence)
     if tile * TOKENS >= queries:
         return
     token, head, live = _rows_of(tile, kv_head, queries, GROUP, ROWS, TOKENS)
-    position = context - queries + token
-    token_index = (start + token).to(tl.int64)
+    if COMMON == "all":
+        position = context + token
+        first_position = context
+        token_index = tl.load(common_queries + start + token, mask=live, other=0).to(tl.int64)
+    else:
+        position = context - queries + token
+        first_position = context - queries + tile * TOKENS
+        token_index = (start + token).to(tl.int64)
+    if COMMON == "own":
+        before = tl.load(common_tokens + start)
     whole = WIDTH + REST
     dim, rest = tl.arange(0, WIDTH_PADDED), tl.arange(0, REST_PADDED)
     has_dim, has_rest = dim < WIDTH, rest < REST
@@ -156,8 +180,7 @@ def _attention_kernel(
     if REST > 0:
         q_rest = _load(queries_at + WIDTH + rest[None, :], row_rests, WIDEN)
     first_at = of_first + token_index[:, None] * of_first_stride + head[:, None] * whole
-    first_position = context - queries + tile * TOKENS
-    begin, end, ahead = _keys_of(first_position, context, window, split, TOKENS, KEYS, SPLITS, WINDOWED, FIRST)
+    begin, end, ahead = _keys_of(before, first_position, context, window, split, TOKENS, KEYS, SPLITS, WINDOWED, FIRST)
     best = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -186,31 +209,45 @@ def _attention_kernel(
             seen = seen & ((at[None, :] > position[:, None] - window) | is_first)
         best, total, result = _attend(scores * scale, v, seen, softcap, best, total, result, CAPPED)
     of_rows = token_index * HEADS + head
-    _store(best, total, result, of_rows, split, live, dim, out, partial_out, partial_max, partial_sum, WIDTH, SPLITS)
+    part = split
+    if COMMON == "all":
+        part = PARTS - 1 - split
+    _store(best, total, result, of_rows, part, live, dim, out, partial_out, partial_max, partial_sum, WIDTH, PARTS)
 
 
 @triton.jit
 def _merge_kernel(
-    out, partial_out, partial_max, partial_sum,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    out, partial_out, partial_max, partial_sum, common_tokens,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
+    """Join the parts of a row, of which those behind OWN are there if its sequence has something in common."""
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_PADDED)
+    part = tl.arange(0, PARTS_PADDED)
     dim = tl.arange(0, WIDTH_PADDED)
-    maxima = tl.load(partial_max + row * SPLITS + split, mask=split < SPLITS, other=-1.0e30)
+    there = part < PARTS
+    if OWN < PARTS:
+        there = there & ((part < OWN) | (tl.load(common_tokens + row // HEADS) > 0))
+    maxima = tl.load(partial_max + row * PARTS + part, mask=there, other=-1.0e30)
     weights = tl.exp(maxima - tl.max(maxima, axis=0))
-    sums = tl.load(partial_sum + row * SPLITS + split, mask=split < SPLITS, other=0.0)
+    sums = tl.load(partial_sum + row * PARTS + part, mask=there, other=0.0)
     parts = tl.load(
-        partial_out + (row * SPLITS + split)[:, None] * WIDTH + dim[None, :],
-        mask=(split < SPLITS)[:, None] & (dim < WIDTH)[None, :], other=0.0,
+        partial_out + (row * PARTS + part)[:, None] * WIDTH + dim[None, :],
+        mask=there[:, None] & (dim < WIDTH)[None, :], other=0.0,
     )  # fmt: skip
     result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(sums * weights, axis=0)
     tl.store(out + row * WIDTH + dim, result.to(out.dtype.element_ty), mask=dim < WIDTH)
 
 
-def count_splits(step: StepGeometry, window: int | None, kv_heads: int, tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to cut what is seen of a context, so that each multiprocessor has about two programs."""
-    programs = step.num_sequences * tiles * kv_heads
+def count_splits(
+    step: StepGeometry, window: int | None, kv_heads: int, tiles: int, multiprocessors: int, sequences: int = 0
+) -> int:
+    """Into how many parts to cut what is seen of a context, so that each multiprocessor has about two programs.
+
+    Args:
+        tiles: of each sequence; or of so many `sequences`, if it is above 0.
+    """
+    programs = (sequences or step.num_sequences) * tiles * kv_heads
     wanted = triton.cdiv(2 * multiprocessors, programs)
     seen = step.max_context_len if window is None else min(step.max_context_len, window + step.max_query_len)
     return max(1, min(wanted, seen // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
@@ -248,31 +285,47 @@ def attention(
         return out
     longest = 1 if cache.is_latent else step.max_query_len  # rows of a latent are long, and registers few
     rows, keys, warps = tile_sizes(group, width, longest, query.element_size())
-    tile_tokens = rows // group
-    tiles = triton.cdiv(step.max_query_len, tile_tokens)
+    tiles = triton.cdiv(step.max_query_len, rows // group)
     splits = count_splits(step, sliding_window, kv_heads, tiles, multiprocessors)
-    parts = splits if splits > 1 else 0
+    # A program over latents has one token. A window has left most of what is common.
+    common = None if cache.is_latent or sliding_window is not None or first is not None else step.common
+    shared = 0
+    if common is not None:
+        of_all = tile_sizes(group, width, tokens, query.element_size())
+        all_tiles = triton.cdiv(len(common.queries), of_all[0] // group)
+        shared = count_splits(step, None, kv_heads, all_tiles, multiprocessors, sequences=1)
+    parts = splits + shared
+    kept = parts if parts > 1 else 0
     float32 = {"dtype": torch.float32, "device": query.device}
-    partial_out = torch.empty((tokens, heads, parts, width), **float32)  # type: ignore[call-overload]
-    partial_max = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
-    partial_sum = torch.empty((tokens, heads, parts), **float32)  # type: ignore[call-overload]
+    partial_out = torch.empty((tokens, heads, kept, width), **float32)  # type: ignore[call-overload]
+    partial_max = torch.empty((tokens, heads, kept), **float32)  # type: ignore[call-overload]
+    partial_sum = torch.empty((tokens, heads, kept), **float32)  # type: ignore[call-overload]
     # Triton's interpreter cannot multiply bfloat16: there, widen first.
     widen = not isinstance(_attention_kernel, triton.JITFunction)
     width_padded = max(16, triton.next_power_of_2(width))
-    # Only the first number of a grid may exceed 65,535.
-    _attention_kernel[(tiles, step.num_sequences, kv_heads * splits)](
-        query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens, sinks, out,
-        partial_out, partial_max, partial_sum, scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
-        sliding_window or 0, *((query, 0) if first is None else (first.rows, first.rows.stride(0))),
-        HEADS=heads, KV_HEADS=kv_heads, CACHE_HEADS=cache_heads, GROUP=group,
-        WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
-        BLOCK_SIZE=block_size, ROWS=rows, TOKENS=tile_tokens, KEYS=keys, SPLITS=splits,
-        WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen,
-        FIRST=0 if first is None else first.num_keys, num_warps=warps,
-    )  # fmt: skip
-    if splits > 1:
+
+    def launch(tiles: int, count: int, splits: int, sizes: tuple[int, int, int], of_common: str) -> None:
+        # Only the first number of a grid may exceed 65,535.
+        _attention_kernel[(tiles, count, kv_heads * splits)](
+            query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens,
+            None if of_common == "all" else sinks, out, partial_out, partial_max, partial_sum,
+            *((None, None, None) if common is None else (common.parts, common.queries, common.tokens)),
+            scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
+            sliding_window or 0, *((query, 0) if first is None else (first.rows, first.rows.stride(0))),
+            HEADS=heads, KV_HEADS=kv_heads, CACHE_HEADS=cache_heads, GROUP=group,
+            WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
+            BLOCK_SIZE=block_size, ROWS=sizes[0], TOKENS=sizes[0] // group, KEYS=sizes[1], SPLITS=splits,
+            WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen,
+            FIRST=0 if first is None else first.num_keys, COMMON=of_common, PARTS=parts, num_warps=sizes[2],
+        )  # fmt: skip
+
+    launch(tiles, step.num_sequences, splits, (rows, keys, warps), "no" if common is None else "own")
+    if common is not None:
+        launch(all_tiles, len(common.parts), shared, of_all, "all")
+    if parts > 1:
         _merge_kernel[(tokens * heads,)](
-            out, partial_out, partial_max, partial_sum, WIDTH=width, WIDTH_PADDED=width_padded, SPLITS=splits,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
+            out, partial_out, partial_max, partial_sum, None if common is None else common.tokens, HEADS=heads,
+            WIDTH=width, WIDTH_PADDED=width_padded, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(parts),
+            OWN=splits,
         )  # fmt: skip
     return out

@@ -256,7 +256,7 @@ class CudaKernels(TorchKernels):
         """See Kernels; a CUDA graph, from the second time on."""
         if self._graphs is None:
             self._graphs = Graphs(self._seen, GraphMemory())
-        return self._graphs.repeat(key, run)
+        return self._graphs.repeat((key, 0 if step.common is None else len(step.common.parts)), run)
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.offload import Offloading
 from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.cache.states import KeptStates, plan_keeps
 from headway.policy.cache.swap import HostPool, Swapped
@@ -49,6 +50,7 @@ class BlockManager:
         host: where blocks of preempted sequences may be swapped out to.
 
     Attributes:
+        offloading: gives registered blocks names; None where none are kept beyond the pool.
         states: which states are kept; None for a model without recurrent layers.
     """
 
@@ -56,6 +58,7 @@ class BlockManager:
         self._blocks = blocks
         self._windows = Windows(blocks) if any(group.window for group in blocks.index.groups) else None
         self._swapping = None if host is None else Swapping(host, blocks)
+        self.offloading: Offloading | None = None
         self.states = None if blocks.checkpoints is None else KeptStates(blocks, blocks.checkpoints)
 
     # --- admission ----------------------------------------------------------------------------------
@@ -279,6 +282,8 @@ class BlockManager:
         tokens = tuple(sequence.tokens[known * size : full * size])
         sequence.cache_node = self._blocks.register(first, parent, tokens, further)
         sequence.num_registered = full
+        if self.offloading is not None:
+            self.offloading.registered(sequence, full)
 
     # --- the end ------------------------------------------------------------------------------------
 

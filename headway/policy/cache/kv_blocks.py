@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -56,9 +56,11 @@ class KVBlocks:
     Attributes:
         used: how many blocks of each class are in use.
         cached: the blocks that nobody holds and that hold a prefix.
+        on_evicted: is told of evicted blocks while they hold what they held; None where nobody asks.
         pinned: the blocks that stay in use for good.
         index: which blocks hold which prefix.
         checkpoints: the states of prefixes, which are not known without one; None for a model without recurrent layers.
+        repeated: how often blocks are held beyond once. A pinned block in use is held once more than its sequences do.
         allocated, runs: how many blocks were given out so far, and in how many runs of consecutive numbers.
 
     Raises:
@@ -88,7 +90,8 @@ class KVBlocks:
         self.used: Counter[str] = Counter()
         self.cached = CachedBlocks(num_blocks, self.used, self.most_protected)
         self.pinned: list[int] = []
-        self.allocated = self.runs = 0
+        self.on_evicted: Callable[[list[int]], None] | None = None
+        self.allocated = self.runs = self.repeated = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self.groups = tuple(groups)
         self.index = (
@@ -130,6 +133,11 @@ class KVBlocks:
         whole = self.num_blocks * self.block_size
         return min(whole, self.num_blocks * max_model_len // self.most_blocks(max_model_len)) if self.groups else whole
 
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens that sequences hold in blocks of others, in one table."""
+        return self.repeated * self.block_size // self.tables
+
     # --- blocks -------------------------------------------------------------------------------------
 
     def allocate(self, count: int, owner: str = COMMON, after: int | None = None) -> list[int]:
@@ -156,6 +164,8 @@ class KVBlocks:
                 del free[kept:]
             if lacking > 0:
                 evicted = self.cached.evict(lacking)
+                if self.on_evicted is not None:
+                    self.on_evicted(evicted)
                 self._forget(evicted)
                 blocks += evicted
             if count > 1:
@@ -177,10 +187,12 @@ class KVBlocks:
                 self.cached.remove(block)
                 owners[block] = owner
                 used[owner] += 1
-            elif owners[block] != owner:
-                used[owners[block]] -= 1
-                owners[block] = COMMON
-                used[COMMON] += 1
+            else:
+                self.repeated += 1
+                if owners[block] != owner:
+                    used[owners[block]] -= 1
+                    owners[block] = COMMON
+                    used[COMMON] += 1
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -195,7 +207,9 @@ class KVBlocks:
             left = references[block] = references[block] - 1
             if left == 0:
                 (cached if nodes[block] else freed).append(block)
-            elif left < 0:
+            elif left > 0:
+                self.repeated -= 1
+            else:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
         classes = [owners[block] for block in freed + cached]
         for owner in set(classes):
@@ -313,13 +327,17 @@ class KVBlocks:
                 raise RuntimeError(f"block {block} is cached, but the prefix index does not know it")
             if count % CHECKED_AT_ONCE == 0:
                 yield
+        repeated = 0
         for block, (held, known) in enumerate(zip(expected, self.references, strict=True)):
             if held != known:
                 raise RuntimeError(f"block {block} has {known} references, but {held} sequences hold it")
+            repeated += held - 1 if held else 0
             if idle[block] != (held == 0):
                 raise RuntimeError(f"block {block} has {held} references and is {'' if idle[block] else 'not '}idle")
             if block % CHECKED_AT_ONCE == 0:
                 yield
         yield from self.index.check_by_parts(CHECKED_AT_ONCE)
+        if repeated != self.repeated:
+            raise RuntimeError(f"blocks are held {repeated} times beyond once, but {self.repeated} were counted")
         if self.used.total() != self.num_blocks - self.num_free:
             raise RuntimeError(f"classes use {self.used.total()} blocks, {self.num_blocks - self.num_free} are in use")

@@ -10,7 +10,7 @@ The same memory has what passes between two engines: a prompt that one has compu
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,11 +20,15 @@ from headway.policy.step.step_time import StepTimeModel
 
 
 class BlockSwap(msgspec.Struct, array_like=True, gc=False):
-    """Blocks to copy from the KV pool to the host (`is_out`) or back, the first to the first and so on."""
+    """Blocks to copy from the KV pool to the host (`is_out`) or back, the first to the first and so on.
+
+    With names, the host keeps the copies under these, and is done with its blocks then.
+    """
 
     is_out: bool
     blocks: list[int]
     host_blocks: list[int]
+    names: list[bytes] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,15 @@ class HostPool:
     Attributes:
         swaps: copies that are decided and in no plan yet.
         lent: what another engine is to fetch, and what is being fetched from one, by the key of its handle.
+        stored: host blocks whose copies are kept elsewhere by now; others append to it, from any thread.
         counts: since the start. Tokens swapped `out` and `in`; decisions to `swap`, to `recompute`, and to recompute as
             the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
     """
 
     def __init__(self, space: SwapSpace, step_time: StepTimeModel) -> None:
         self.space = space
+        self.stored: deque[int] = deque()
+        self._staged: set[int] = set()  # host blocks that hold what is on its way to be kept elsewhere
         self.swaps: list[BlockSwap] = []
         self.lent: dict[str, Swapped] = {}
         self.counts: Counter[str] = Counter()
@@ -90,8 +97,19 @@ class HostPool:
         self._free = list(range(space.num_blocks - 1, -1, -1))
 
     @property
+    def num_free(self) -> int:
+        self._take_back()
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
-        return self.space.num_blocks - len(self._free)
+        return self.space.num_blocks - self.num_free
+
+    def _take_back(self) -> None:
+        while self.stored:
+            host_block = self.stored.popleft()
+            self._staged.remove(host_block)
+            self._free.append(host_block)
 
     def swap_out(self, blocks: list[int], first: int, start: int, computed: int) -> Swapped | None:
         """Decide what becomes of blocks that are about to be released; None where their tokens are computed again.
@@ -107,7 +125,7 @@ class HostPool:
         if copy_ns > recompute_ns:
             self.counts["recompute"] += 1
             return None
-        if len(blocks) > len(self._free):
+        if len(blocks) > self.num_free:
             self.counts["full"] += 1
             return None
         host_blocks = [self._free.pop() for _ in blocks]
@@ -127,6 +145,22 @@ class HostPool:
         self.swaps.append(BlockSwap(False, blocks, host_blocks))
         self.counts["in"] += tokens
 
+    def stage(self, blocks: list[int], names: list[bytes]) -> int:
+        """Have the last of these blocks copied out, to be kept under their names; how many the host had room for."""
+        count = min(len(blocks), self.num_free)
+        if count:
+            host_blocks = [self._free.pop() for _ in range(count)]
+            self._staged.update(host_blocks)
+            self.swaps.append(BlockSwap(True, blocks[-count:], host_blocks, names[-count:]))
+        return count
+
+    def reserve(self, first: int, most: int, block_size: int) -> Swapped | None:
+        """Host blocks for up to `most` pages of a waiting sequence, from entry `first` of its table on."""
+        count = min(most, self.num_free)
+        if not count:
+            return None
+        return Swapped(first, (first + count) * block_size, [self._free.pop() for _ in range(count)])
+
     def free(self, swapped: Swapped) -> None:
         """Give host blocks back. What is still to be copied from them is copied before they are written again."""
         self._free += swapped.host_blocks
@@ -143,6 +177,7 @@ class HostPool:
             RuntimeError: some are lost or held twice.
         """
         everyone = [*held, *self.lent.values()]
-        blocks = self._free + [block for each in everyone if each is not None for block in each.host_blocks]
+        blocks = [block for each in everyone if each is not None for block in each.host_blocks]
+        blocks += [*self._free, *self._staged]
         if sorted(blocks) != list(range(self.space.num_blocks)):
             raise RuntimeError(f"of {self.space.num_blocks} host blocks {len(set(blocks))} are free or held once")

@@ -167,6 +167,7 @@ class Sequence:
     rolling: int = 0  # node of the last checkpoint that was made while it decodes
     swapped: Swapped | None = None  # while it waits: what the host holds of it; when it hands over, after its end
     hands_over: bool = False
+    named: tuple[int, bytes] = (0, b"")  # how many of its pages have a name for `offload`, and that of the last
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted
     clock_marks: dict[Phase, int] | None = None  # reading of the shared clock that this sequence lives on

@@ -149,6 +149,8 @@ class Scheduler:
             self.block_manager.states.keep_decoded(plan.scheduled, sequences.by_id)
         added = plan.scheduled[decodes:]
         plan.work = beside + work_of(added) if added else beside
+        if self.blocks.repeated:
+            plan.work += StepWork(repeated_context=self.blocks.repeated_tokens)
         if not len(sequences.waiting):
             reason = Phase.QUEUE_CAPACITY
         elif policy.is_outranked(sequences):

@@ -97,7 +97,8 @@ class SteadyDecodes:
         scheduler.policy.steady_step()
         scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
         self._planned_ns = now
-        self._work = StepWork(decode_tokens=self._count, decode_context=self._context)
+        repeated = scheduler.blocks.repeated_tokens
+        self._work = StepWork(decode_tokens=self._count, decode_context=self._context, repeated_context=repeated)
         return self._work
 
     def contexts(self) -> list[int]:

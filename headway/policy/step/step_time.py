@@ -40,6 +40,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     decode_context: int = 0  # keys read by the decode tokens
     logit_rows: int = 0  # rows of logits of prompt tokens, for prompt_logprobs
     drafts: int = 0  # how many of the decode tokens are drafts
+    repeated_context: int = 0  # keys of which another sequence of the step reads the same blocks; see KVBlocks.repeated
 
     @property
     def tokens(self) -> int:
@@ -53,6 +54,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
             self.decode_context + other.decode_context,
             self.logit_rows + other.logit_rows,
             self.drafts + other.drafts,
+            self.repeated_context + other.repeated_context,
         )
 
     def features(self) -> tuple[float, ...]:

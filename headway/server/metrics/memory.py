@@ -14,6 +14,7 @@ from headway.server.metrics.families import Families
 
 # What comes of a prompt: at the server that has computed it, and at the one that is to go on with it.
 HANDOVERS = ("given", "not_kept", "fetched", "expired", "taken", "refused", "lost")
+_LOADS = {"load": "load", "recompute_loadable": "recompute", "late": "late"}
 SEVERAL = "several"  # label of blocks that requests of several classes share
 
 
@@ -41,9 +42,13 @@ class MemoryMetrics:
         swapped = counter("kv_swapped_tokens", "Tokens copied out to host memory, and back in.", "direction")
         decided = counter("kv_swap_decisions", "Decisions about the KV of preempted requests.", "choice")
         predicted = counter("kv_swap_predicted_seconds", "Predicted seconds of these decisions.", "of")
+        offloaded = counter("kv_offload_tokens", "Tokens of blocks that --kv-offload kept, and loaded.", "direction")
+        loads = counter("kv_offload_decisions", "Prompts of which something was kept by --kv-offload.", "choice")
         self._swaps = {
             **{each: (swapped.labels(**labels, direction=each), 1) for each in ("out", "in")},
             **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
+            **{f"offload_{each}": (offloaded.labels(**labels, direction=each), 1) for each in ("out", "in")},
+            **{name: (loads.labels(**labels, choice=choice), 1) for name, choice in _LOADS.items()},
             **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
         }
         handed = counter("kv_handovers", "Prompts handed over to other servers, or taken over, by outcome.", "outcome")
