@@ -27,13 +27,13 @@ PROMPTS = [[(7 * i + 31 * j) % 500 + 5 for j in range(150 + 7 * i)] for i in ran
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
 def offload_of(llm: LLM) -> Offload:
     (offload,) = llm.engine.core.hooks
     assert isinstance(offload, Offload)
     return offload
 
 
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_config(tmp_path_factory.mktemp("tiny"))
 
