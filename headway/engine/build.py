@@ -44,7 +44,6 @@ from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
-from headway.policy.step.speculative_config import HEADS
 
 if TYPE_CHECKING:
     from headway.engine.ranks import Followers
@@ -304,8 +303,6 @@ def _draft(config: EngineConfig, model: Decoder, folder: Path) -> Decoder | None
     wanted, how = config.speculative_config, (config.load_format, config.seed)
     if wanted is None or wanted.method == "ngram":
         return None
-    if wanted.method in HEADS and config.tensor_parallel_size > 1:
-        raise EngineError(f"speculative_config: method {wanted.method!r} does not go with --tensor-parallel-size")
     try:
         if wanted.model is None:
             return load_mtp_head(folder, model, *how, config.quantization)

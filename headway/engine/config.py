@@ -13,7 +13,7 @@ from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
-from headway.policy.step.speculative_config import SpeculativeConfig
+from headway.policy.step.speculative_config import HEADS, SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -182,6 +182,11 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             raise ValueError(
                 f"tensor_parallel_size is {ranks}, and this process may use {processors} processors; give 1 to "
                 f"{MOST_THREADS * processors}"
+            )
+        if ranks > 1 and self.speculative_config is not None and self.speculative_config.method in HEADS:
+            raise ValueError(
+                f"speculative_config: method {self.speculative_config.method!r} does not go with tensor_parallel_size "
+                f"({ranks}), as embedding and output layer are divided; leave one of them out"
             )
         if self.num_threads is not None and self.num_threads % ranks:
             raise ValueError(

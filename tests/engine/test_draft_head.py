@@ -117,3 +117,5 @@ def test_a_checkpoint_without_a_head_ends_the_start_with_one_line(tmp_path: Path
     tiny.save("llama", tmp_path)
     with pytest.raises(EngineError, match=r"^speculative_config: method 'mtp': [^\n]* no head for multi-token [^\n]*$"):
         build(tmp_path)
+    with pytest.raises(ValueError, match=r"method 'mtp' does not go with tensor_parallel_size \(2\)"):
+        build(tmp_path, tensor_parallel_size=2, num_threads=2)
