@@ -43,7 +43,6 @@ from headway.policy.step.request import Request, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
-from headway.policy.step.speculative_config import HEADS
 
 if TYPE_CHECKING:
     from headway.engine.adapters import Adapters
@@ -353,10 +352,9 @@ def _draft(start: Prepared, model: Decoder) -> Decoder | None:
     """The draft model or head, if one is asked for. Raises EngineError where there is none, or none that fits."""
     config, folder, how = start.config, start.folder, (start.config.load_format, start.config.seed)
     wanted = config.speculative_config
-    if wanted is not None and config.ranks > 1 and (wanted.method in HEADS or model.config.shape.recurrent):
-        layers = " for a model with recurrent layers" if wanted.method not in HEADS else ""
+    if wanted is not None and config.ranks > 1 and model.config.shape.recurrent:
         raise EngineError(
-            f"speculative_config: method {wanted.method!r}{layers} does not go with several ranks; leave one out"
+            "speculative_config: drafts of a model with recurrent layers do not go with several ranks; leave one out"
         )
     if wanted is None or wanted.method == "ngram":
         return None

@@ -15,7 +15,7 @@ from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
-from headway.policy.step.speculative_config import SpeculativeConfig
+from headway.policy.step.speculative_config import HEADS, SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -268,6 +268,11 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
+            )
+        if self.ranks > 1 and self.speculative_config is not None and self.speculative_config.method in HEADS:
+            raise ValueError(
+                f"speculative_config: method {self.speculative_config.method!r} does not go with several ranks "
+                f"({self.ranks}), as embedding and output layer are divided; leave one of them out"
             )
         if self.num_threads is not None and self.num_threads % self.ranks:
             raise ValueError(

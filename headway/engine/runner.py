@@ -30,8 +30,8 @@ from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
 
 if TYPE_CHECKING:
     from headway.engine.adapters import Adapters
-    from headway.engine.draft_head import ModelResults
     from headway.engine.grammars import Grammars
+    from headway.engine.model_results import ModelResults
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 

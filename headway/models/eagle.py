@@ -27,7 +27,7 @@ from headway.models.heads import REPEATED, HeadInputs, NormedHead
 from headway.models.tensors import layer_tensors
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-_STORED = (("model.layers.0.", "midlayer."), ("model.", ""))
+_LAYER = ("midlayer.", "layers.0.")  # what checkpoints call the layer
 _READ = 3  # layers of the model
 
 
@@ -102,7 +102,9 @@ def load_eagle_head(folder: Path, model: Decoder, quantization: str) -> Decoder:
     _check(folder, raw, model)
     config = ModelConfig.from_dict({**raw, "architectures": ["LlamaForCausalLM"], "quantization_config": None})
     shape, read = config.shape, _READ * model.config.shape.hidden
-    config = replace(config, traits=replace(config.traits, stored=_STORED))
+    named = next((each for each in _LAYER if has_tensor(folder, f"{each}hidden_norm.weight")), _LAYER[0])
+    stored = ("model.layers.0.", named), ("model.", "")
+    config = replace(config, traits=replace(config.traits, stored=stored))
     layer = "model.layers.0"
     shapes = layer_tensors(config, 0, stacked=False)
     for part in "qkv":
@@ -117,7 +119,7 @@ def load_eagle_head(folder: Path, model: Decoder, quantization: str) -> Decoder:
     elif shape.hidden != model.config.shape.hidden:
         raise ModelError(f"{folder}: there is no embed_tokens.weight, and the model's embedding has another width")
     clock = StageClock()
-    with Checkpoint(folder, shapes, clock, left_out=("",), stored=_STORED) as source:
+    with Checkpoint(folder, shapes, clock, left_out=("",), stored=stored) as source:
         of_kernels = model.kernels, model.dtype, model.device, clock, quantization
         weights = _EagleAssembler(source, shapes, config, *of_kernels).head_weights(model, has_embedding)
     inputs = weights.embedding
@@ -164,6 +166,9 @@ def _check(folder: Path, raw: dict[str, Any], model: Decoder) -> None:
         )
     if model.config.multipliers.embedding != 1.0:
         raise ModelError(f"{folder}: heads of EAGLE-3 are not supported for models that scale their embedding")
+    stated = raw.get("eagle_config") or {}
+    if raw.get("norm_before_residual") or not stated.get("use_aux_hidden_state", True):
+        raise ModelError(f"{folder}: norm_before_residual, and heads that read one layer, are not supported")
     if raw.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"{folder}: has {raw['num_hidden_layers']} layers; only heads of one are supported")
 

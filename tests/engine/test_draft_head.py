@@ -50,14 +50,23 @@ def saved(case: str, folder: Path) -> tuple[Any, dict[str, Any], list[int]]:
     return of_eagle, CONFIG | {"method": "eagle3", "model": str(folder / "head")}, of_eagle.ids.tolist()
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next", "eagle3"])
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        ("deepseek_v3", "cpu"),
+        ("qwen3_next", "cpu"),
+        ("eagle3", "cpu"),
+        pytest.param("qwen3_next", "cuda", marks=pytest.mark.gpu),
+        pytest.param("eagle3", "cuda", marks=pytest.mark.gpu),
+    ],
+)
 @torch.inference_mode()
 def test_drafts_are_those_of_the_reference_and_tokens_those_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, device: str
 ) -> None:
     reference, wanted, ids = saved(case, tmp_path)
     # With a prefix cache, results of prompts would be missing the second time.
-    llm = build(tmp_path, enable_prefix_caching=False, speculative_config=wanted)
+    llm = build(tmp_path, enable_prefix_caching=False, speculative_config=wanted, device=device)
     core, prompts = llm.engine.core, [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     (speculator,) = core.hooks
     assert isinstance(speculator, Speculator) and speculator.model is not None
@@ -74,13 +83,13 @@ def test_drafts_are_those_of_the_reference_and_tokens_those_without(
     monkeypatch.setattr(model, "propose", noting)
     counts = try_all_drafts(monkeypatch, llm)
     draft_always(monkeypatch, 3)
-    check_same(plain, llm.generate(prompts, WANTED), exact=True)
+    check_same(plain, llm.generate(prompts, WANTED), exact=device == "cpu")
     assert counts["tried"] > 300 and len(made) > 100 and model.kind == wanted["method"]
     for tokens, drafts in list(made.items())[::7]:
         hidden, behind = reference.hidden(list(tokens[:-1])), list(tokens[1:])
         for draft in drafts:
             logits, carried = reference(hidden, behind)
-            assert draft == ids[int(logits[-1].argmax())]
+            assert logits[-1].max() - logits[-1][ids.index(draft)] < 1e-3
             hidden, behind = torch.cat([hidden, carried[-1:]]), [*behind, draft]
     core.check()
     assert not model._known and model._blocks.num_free == model._blocks.num_blocks
@@ -109,3 +118,5 @@ def test_a_checkpoint_without_a_head_ends_the_start_with_one_line(tmp_path: Path
     tiny.save("llama", tmp_path)
     with pytest.raises(EngineError, match=r"^speculative_config: method 'mtp': [^\n]* no head for multi-token [^\n]*$"):
         build(tmp_path)
+    with pytest.raises(ValueError, match=r"method 'mtp' does not go with several ranks \(2\)"):
+        build(tmp_path, tensor_parallel_size=2, num_threads=2)

@@ -144,6 +144,7 @@ def test_logits_of_a_head_equal_the_reference(tmp_path: Path, kernels: Kernels) 
         ({"architectures": ["MedusaModel"]}, "is no head of EAGLE-3: its config.json names ['MedusaModel']"),
         ({"vocab_size": 200}, "for a model with a vocabulary of 200 tokens; this one has 131"),
         ({"num_hidden_layers": 2}, "has 2 layers; only heads of one are supported"),
+        ({"norm_before_residual": True}, "norm_before_residual, and heads that read one layer, are not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "reads the layers [0, 2, 5]"),
         ({"draft_vocab_size": 91}, "tensor lm_head.weight has shape [90, 48], but config.json asks for [91, 48]"),
     ],

@@ -101,7 +101,7 @@ def simulation(world: World, seed: int) -> Drafting:
         "sinks",
         "swap",
     }
-    recurrent = world.checkpoints is not None  # then the engine has neither swap space nor drafts
+    recurrent = world.checkpoints is not None  # then the engine has no swap space
     return Drafting(
         **{name: getattr(world, name) for name in common},
         max_num_batched_tokens=budget,
