@@ -144,8 +144,8 @@ def _build(
     model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
     draft = _draft(config, model_config, folder, dtype, kernels, device)
     with stages.timed("kv_allocation"):
-        grouped = _windows(model_config, cache_dtype, config.pipeline_parallel_size)
-        windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
+        grouped = _windows(model.config, cache_dtype, config.pipeline_parallel_size)
+        windows, places = seen_windows(grouped, asked_len), model.config.shape.cache_places
         groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
         block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
         if followers is not None:
