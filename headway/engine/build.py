@@ -214,8 +214,8 @@ class _Pool:
 def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     """Size the pool by the memory that is left beside the weights, and allocate it."""
     config, device, cache_dtype = start.config, start.device, start.cache_dtype
-    grouped = _windows(start.model, cache_dtype, config.pipeline_parallel_size)
-    windows, places = seen_windows(grouped, start.asked_len), start.model.shape.cache_places
+    grouped = _windows(model.config, cache_dtype, config.pipeline_parallel_size)
+    windows, places = seen_windows(grouped, start.asked_len), model.config.shape.cache_places
     groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
     block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
     if start.followers is not None:

@@ -247,6 +247,7 @@ class Mixture(Protocol):
         ...
 
 
+RMSNorm = Callable[[Tensor, Tensor, float], Tensor]  # see Kernels
 AddRMSNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # see Kernels
 
 

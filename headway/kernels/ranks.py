@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.kernels.interface import AddRMSNorm, Linear, Mixture
+from headway.kernels.interface import AddRMSNorm, Linear, Mixture, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Share:
 class Ranks(Protocol):
     """What a process that has a part of a model says to those with the other parts.
 
-    All ask for the same sums in the same order, and get the same bits. Two layers that follow each other have different
-    places, 0 and 1.
+    All ask for the same sums in the same order, and get the same bits. Layers that follow each other have different
+    places, 0 to 3.
     """
 
     share: Share
@@ -69,6 +69,10 @@ class Ranks(Protocol):
 
         A rank may then know only some rows of the residual stream.
         """
+        ...
+
+    def rms_norm(self, place: int) -> RMSNorm:
+        """What Kernels.rms_norm gives for rows of which each rank has some elements, equally many."""
         ...
 
     def dealt(self, experts: Mixture, count: int) -> Mixture:

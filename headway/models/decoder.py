@@ -24,6 +24,7 @@ from headway.kernels.interface import (
     LayerState,
     Linear,
     Mixture,
+    RMSNorm,
     SinkQueries,
     StepGeometry,
 )
@@ -91,6 +92,7 @@ class AttentionWeights:
     sinks: Tensor | None = None  # [heads] float32
     value_norm: Tensor | None = None  # [head_dim]
     projected_kv: int = 2  # see ModelShape
+    norms: tuple[RMSNorm, RMSNorm] | None = None  # of queries and keys whose heads other ranks have, too
 
 
 class Attention:
@@ -116,6 +118,7 @@ class Attention:
         self._query_rope = None if factors is None else (rope[0] * factors, rope[1] * factors)
         # Sinks are at most as far away as what a query sees is long, whatever their position.
         self._sink_rope = rope[0][: weights.cache.window], rope[1][: weights.cache.window]
+        self._query_rms, self._key_rms = weights.norms or (kernels.rms_norm, kernels.rms_norm)
         self._eps, self._window = config.rms_norm_eps, weights.cache.recent
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
@@ -128,12 +131,12 @@ class Attention:
         weights, kernels, heads = self._weights, self._kernels, self._heads
         query, *rest = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
         if not weights.norms_behind:
-            query = self._normed(query, weights.query_norm)
+            query = self._normed(query, weights.query_norm, self._query_rms)
         key = rest[0] if weights.projected_kv else query[:, :0]
         value, gate = (rest[1], rest[2:]) if weights.projected_kv == 2 else (key, rest[1:])
-        value = self._normed(value, weights.value_norm)
+        value = self._normed(value, weights.value_norm, kernels.rms_norm)
         if not weights.norms_behind:
-            key = self._normed(key, weights.key_norm)
+            key = self._normed(key, weights.key_norm, self._key_rms)
         first = self._sink_queries(query, step) if weights.cache.sinks else None
         if weights.rotated and self._query_rope is None:
             kernels.rotate(query, key, *self._rope, step.positions)
@@ -141,7 +144,8 @@ class Attention:
             kernels.rotate(query, query[:, :0], *self._query_rope, step.positions)
             kernels.rotate(key, key[:, :0], *self._rope, step.positions)
         if weights.norms_behind:
-            query, key = self._normed(query, weights.query_norm), self._normed(key, weights.key_norm)
+            query = self._normed(query, weights.query_norm, self._query_rms)
+            key = self._normed(key, weights.key_norm, self._key_rms)
         if weights.projected_kv:
             kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(query, cache, step, self._scale, self._window, weights.sinks, self._softcap, first)
@@ -155,14 +159,14 @@ class Attention:
         if weights.rotated:
             self._kernels.rotate(rows, rows[:, :0], *self._sink_rope, step.positions)
         if weights.norms_behind:
-            rows = self._normed(rows, weights.query_norm)
+            rows = self._normed(rows, weights.query_norm, self._query_rms)
         return SinkQueries(rows, weights.cache.sinks)
 
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor | None, rms_norm: RMSNorm) -> Tensor:
         """x [T, H, D] with each head normed by itself or all together, as the weight is long; x where there is none."""
         if weight is None:
             return x
-        return self._kernels.rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
+        return rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
 
 
 @dataclass(slots=True)

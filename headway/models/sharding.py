@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from headway.cost.layers import StateSpec
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Kernels, Mixture
 from headway.kernels.ranks import Ranks, Share
 from headway.kernels.weights import Groups, Weight
 from headway.models.checkpoint import WeightSource
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
+from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
 from headway.models.grouped import smaller_groups, with_rows
+from headway.models.layer_inputs import MLPBesideExperts
 from headway.models.quantization import EMBEDDING
 from headway.models.tensors import Shapes, expected_tensors
 
@@ -56,6 +57,9 @@ def part_of(config: ModelConfig, share: Share) -> ModelConfig:
         ffn=shape.ffn // count,
         experts=experts,
         state=shape.state and _part_of_state(shape.state, count),
+        kinds=tuple(
+            replace(kind, kv_heads=max(1, kind.kv_heads // count), ffn=kind.ffn // count) for kind in shape.kinds
+        ),
     )
     return _of_layers(replace(config, shape=shape), layers_of(config, share))
 
@@ -96,17 +100,21 @@ def _check(config: ModelConfig, share: Share) -> None:
     shape, routing, count = config.shape, config.routing, share.count
     if share.whole_experts and shape.experts is None:
         raise ModelError("enable_expert_parallel is set, but the model has no experts; leave it out")
-    lacking = [(bool(shape.kinds), "layers of different sizes")]
-    asked = f"pipeline_parallel_size is {share.stages}"
-    if count > 1:
-        asked = f"tensor_parallel_size is {count}"
-        lacking += [
-            (config.heads_by_turns, "heads of recurrent layers by turns, as GGUF has them,"),
-            (shape.qk_norm == "whole", "norms over the queries of all heads together"),
-            (routing is not None and routing.beside, "experts beside a feed-forward layer"),
-        ]
-    if named := next((name for has, name in lacking if has), None):
-        raise ModelError(f"{asked}, but ranks cannot share a model with {named} yet; leave it out")
+    if share.whole_experts and routing is not None and routing.beside:
+        raise ModelError(
+            "enable_expert_parallel is set, but experts beside a feed-forward layer cannot be dealt out yet; leave it "
+            "out"
+        )
+    if share.stages > 1 and shape.kinds:
+        raise ModelError(
+            f"pipeline_parallel_size is {share.stages}, but stages cannot share a model with layers of different sizes "
+            "yet; leave it out"
+        )
+    if count > 1 and config.heads_by_turns:
+        raise ModelError(
+            f"tensor_parallel_size is {count}, but ranks cannot share recurrent layers whose heads come by turns, as "
+            "in this GGUF file; leave it out, or take the checkpoint that it was made of"
+        )
     if share.stages > shape.layers:
         raise ModelError(
             f"pipeline_parallel_size is {share.stages}, but the model has {shape.layers} layers; give at most as many"
@@ -117,16 +125,18 @@ def _check(config: ModelConfig, share: Share) -> None:
         raise ModelError(
             f"tensor_parallel_size is {count}, which does not divide {unequal[0]} {unequal[1]}; use {', '.join(fits)}"
         )
-    if shape.latent is None and max(shape.kv_heads, count) % min(shape.kv_heads, count):
-        raise ModelError(
-            f"tensor_parallel_size is {count}, which neither divides {shape.kv_heads} key/value heads nor is a "
-            "multiple of them"
-        )
+    for kv_heads in [kind.kv_heads for kind in shape.kinds] or [shape.kv_heads]:
+        if shape.latent is None and max(kv_heads, count) % min(kv_heads, count):
+            raise ModelError(
+                f"tensor_parallel_size is {count}, which neither divides {kv_heads} key/value heads nor is a multiple "
+                "of them"
+            )
 
 
 def _widths(config: ModelConfig, whole_experts: bool) -> list[tuple[int, str]]:
     shape, experts, packed = config.shape, config.shape.experts, config.packed
-    widths = [(shape.ffn, "of intermediate_size")] if shape.dense_layers else []
+    dense = [kind.ffn for kind in shape.kinds] or [shape.ffn] * bool(shape.dense_layers)
+    widths = [(width, "of intermediate_size") for width in dense]
     if shape.state is not None and shape.state.heads:
         widths.append((shape.state.key_heads, "key heads of recurrent layers"))
     elif shape.state is not None:
@@ -230,13 +240,30 @@ def _only_added(layer: LayerWeights) -> bool:
 def _joined_layer(layer: LayerWeights, part: ModelConfig, ranks: Ranks, in_parts: bool) -> LayerWeights:
     linear, layer_of = (ranks.part, ranks.part_of_layer) if in_parts else (ranks.summed, ranks.summed_layer)
     mixer = replace(layer.mixer, o=linear(layer.mixer.o, 0))
+    if isinstance(mixer, AttentionWeights) and part.shape.qk_norm == "whole":
+        mixer = replace(mixer, norms=(ranks.rms_norm(2), ranks.rms_norm(3)))
     if isinstance(layer.mlp, DenseMLP):
         return replace(layer, mixer=mixer, mlp=replace(layer.mlp, down=linear(layer.mlp.down, 1)))
     mlp, experts = layer.mlp, part.shape.experts
+    if isinstance(mlp, MLPBesideExperts):
+        assert isinstance(mlp.dense, DenseMLP)
+        dense = replace(mlp.dense, down=ranks.summed(mlp.dense.down, 1))
+        return replace(layer, mixer=mixer, mlp=replace(mlp, dense=dense, experts=_SummedMixture(mlp.experts, ranks)))
     if experts is not None and experts.held is not None:
         assert isinstance(mlp, MixtureMLP)
         mlp = replace(mlp, experts=ranks.dealt(mlp.experts, experts.count))
     return replace(layer, mixer=mixer, mlp=layer_of(mlp, 1))
+
+
+class _SummedMixture:
+    """A Mixture that gives the sum of what the experts of all ranks give, behind two other sums of its layer."""
+
+    def __init__(self, experts: Mixture, ranks: Ranks) -> None:
+        self._experts, self._ranks = experts, ranks
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See Mixture."""
+        return self._ranks.summed_layer(lambda rows: self._experts(rows, chosen, weights, shared), 2)(x)
 
 
 class PartSource:

@@ -23,7 +23,7 @@ from headway.engine.ranks import RankedExecutor
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.grammar_models import save_grammar_model
-from tests.engine.models import TINY_GEMMA, TINY_LATENT, TINY_MIXTURE
+from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_LATENT, TINY_MIXTURE, TINY_OLMO
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": TINY_GEMMA,
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "latent": TINY_LATENT,
+    "gemma4": TINY_GEMMA4,
+    "olmo": TINY_OLMO,
     "delta": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"],

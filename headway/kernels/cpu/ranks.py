@@ -1,10 +1,11 @@
 """What the ranks of a model say to each other on one machine, within a step.
 
 Each rank writes its part to memory that all have, they meet, and each adds up all parts in the order of the ranks. So
-all get the same bits. There are places for the parts of two layers in turn: a rank writes to the first again when all
-have met behind the second, and so have read the first.
+all get the same bits. There are places for the parts of layers in turn: a rank writes to the first again when all have
+met behind the second, and so have read the first.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import struct
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.experts import PackedExperts
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.rank_board import (
@@ -29,14 +31,14 @@ from headway.kernels.cpu.rank_board import (
     count_job,
     meet_job,
 )
-from headway.kernels.cpu.rows import add_rms_norm_rows
-from headway.kernels.cpu.simd import KINDS, copy_element, load, read_int64, store, write_integer
+from headway.kernels.cpu.rows import REORDER, add_rms_norm_rows
+from headway.kernels.cpu.simd import FLOAT32, KINDS, copy_element, load, read_int64, store, write_integer
 from headway.kernels.cpu.team import Team, arg, job, once_per_kind, real_arg, take_rows
-from headway.kernels.interface import AddRMSNorm
+from headway.kernels.interface import AddRMSNorm, RMSNorm
 from headway.kernels.ranks import Share
 
-PLACES = 5  # for the results of two layers, for embeddings, for what goes to the next stage, and for normed rows
-_EMBEDDED, _HANDED_ON, _NORMED = 2, 3, 4
+PLACES = 6  # for the results of layers and of embeddings, for what goes to the next stage, and for normed rows
+_EMBEDDED, _HANDED_ON, _NORMED = 3, 4, 5
 _PLACE_BYTES = 64 << 20  # for so many bytes of float32, but at least for _LEAST_ROWS
 _LEAST_ROWS = 64  # a repeated step is not cut
 _DIVIDED = 32768  # from so many elements on, each rank joins some of the rows: meeting again costs less
@@ -105,6 +107,58 @@ def join_job(count: int, part_kind: Any, kind: Any) -> int:
                     value += load(parts + part * apart, i, part_kind)
                 store(out, i, value, kind)
             add_rms_norm_rows(kind, first, end, out, arg(a, 5), width, arg(a, 7), np.float32(real_arg(a, 8)))
+            first = take_rows(a, step)
+
+    return job(rows)
+
+
+SQUARES = struct.Struct("6q")
+
+
+@once_per_kind
+def squares_job(kind: Any) -> int:
+    """The sum of the squares of each row, float32."""
+
+    def rows(a: int) -> None:
+        step, total, x, stride, width, out = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
+        first = take_rows(a, step)
+        while first < total:
+            for row in range(first, min(first + step, total)):
+                store(out, row, _sum_of_squares(kind, x, row * stride, width), FLOAT32)
+            first = take_rows(a, step)
+
+    return job(rows)
+
+
+@compiled(fastmath=REORDER)
+def _sum_of_squares(kind, x, at, width):
+    total = np.float32(0)
+    for d in range(width):
+        value = load(x, at + d, kind)
+        total += value * value
+    return total
+
+
+SCALE = struct.Struct("9qd")
+
+
+@once_per_kind
+def scale_job(count: int, kind: Any) -> int:
+    """Rows, each divided by the root of the mean of all `count` parts' squares, times weights."""
+
+    def rows(a: int) -> None:
+        step, total, x, stride, width, weight = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
+        squares, apart, out, eps = arg(a, 6), arg(a, 7), arg(a, 8), np.float32(real_arg(a, 9))
+        first = take_rows(a, step)
+        while first < total:
+            for row in range(first, min(first + step, total)):
+                whole = np.float32(0)
+                for part in range(count):
+                    whole += load(squares + part * apart, row, FLOAT32)
+                scale = np.float32(1) / np.sqrt(whole / np.float32(width * count) + eps)
+                for d in range(width):
+                    value = load(x, row * stride + d, kind) * scale * load(weight, d, kind)
+                    store(out, row * width + d, value, kind)
             first = take_rows(a, step)
 
     return job(rows)
@@ -220,6 +274,21 @@ class CpuRanks:
             return normed, residual
 
         return join
+
+    def rms_norm(self, place: int) -> RMSNorm:
+        """See Ranks."""
+
+        def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            tokens, width, kind = len(x), x.shape[-1], KINDS[x.dtype]
+            out, at_x = self._team.empty(tuple(x.shape), x.dtype), (x.data_ptr(), x.stride(0), width)
+            first, own = (self.place(place, rank, 1, torch.float32).data_ptr() for rank in (0, self.number))
+            self._team.share(squares_job(kind), SQUARES, tokens, x.numel(), (*at_x, own))
+            self.meet()
+            arguments = *at_x, weight.data_ptr(), first, self._place_bytes, out.data_ptr(), eps
+            self._team.share(scale_job(self.count, kind), SCALE, tokens, x.numel(), arguments)
+            return out
+
+        return norm
 
     def dealt(self, experts: Any, count: int) -> Any:
         """See Ranks."""
