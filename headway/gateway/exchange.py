@@ -27,6 +27,7 @@ from headway.gateway.relay import Relay
 from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.admission.queue_bound import Place
+from headway.policy.step.ledger import Phase
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.streaming import EventWriter, SlowReader
@@ -70,6 +71,7 @@ class Exchange:
         self._relay: Relay | None = None
         self._going_on: asyncio.Task[None] | None = None
         self._pieces_before = 0  # of attempts before the last one
+        self._first_ns = 0  # when the first token had come, of a stream that another backend goes on with
         self._handover = Handover.of(api, path, body, raw) if gateway.hands_over else None
         self._attempts = Attempts(
             gateway,
@@ -246,6 +248,10 @@ class Exchange:
                     self._fail(writer, failed, failure)
             return writer.close()
         logger.info("%s goes on with the stream", attempt.member.entry.name)
+        self._first_ns = self._first_ns or failed.first_token_ns
+        known = self._joined.before
+        lost_ns = known.get(str(Phase.ENGINE_LOST), 0) + attempt.sent_ns - failed.sent_ns
+        self._joined.before = {**known, str(Phase.ENGINE_LOST): lost_ns}
         assert self._relay is not None
         self._pieces_before += failed.events.pieces
         self._relay.follow(attempt, writer)
@@ -282,7 +288,11 @@ class Exchange:
         """What the client gets of an event of a backend that goes on with its stream."""
         if part is None or is_error(part) or self._replay is None:
             return raw
-        return self._without_usage(self._replay.joined(raw), part)
+        timings = b""
+        if part.timings is not ABSENT and self._body.include_timings:
+            of_first = self._first_ns, self._replay.replayed
+            timings = self._joined.timings(part.timings, attempt.sent_ns, clock(), *of_first)
+        return self._without_usage(self._replay.joined(raw, timings), part)
 
     def _without_usage(self, raw: bytes, part: Part) -> bytes:
         if not self._hides_usage:

@@ -21,6 +21,7 @@ class Timings(msgspec.Struct):
     e2e_ns: int
     ttft_ns: int
     phases_ns: dict[str, int]
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -57,8 +58,13 @@ class Joined:
         found[str(Phase.SEND)] = found.get(str(Phase.SEND), 0) + until_ns - came_ns
         return {name: length for name, length in found.items() if length}
 
-    def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int) -> bytes:
-        """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger."""
+    def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int, first_ns: int = 0, replayed: int = 0) -> bytes:
+        """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger.
+
+        Args:
+            first_ns, replayed: when another backend had made the first token, and how many it had made, where this one
+                has gone on with its stream.
+        """
         try:
             told = msgspec.json.decode(raw, type=Timings)
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -70,8 +76,9 @@ class Joined:
         phases = self.phases(told.phases_ns, sent_ns, came_ns, until_ns)
         changed = {
             "e2e_ns": until_ns - self.arrived_ns,
-            "ttft_ns": sent_ns - self.arrived_ns + told.ttft_ns,
+            "ttft_ns": first_ns - self.arrived_ns if first_ns else sent_ns - self.arrived_ns + told.ttft_ns,
             "phases_ns": phases,
+            "tokens": told.tokens + replayed,
         }
         return msgspec.json.encode(fields | {name: msgspec.Raw(msgspec.json.encode(v)) for name, v in changed.items()})
 

@@ -150,6 +150,9 @@ def test_one_that_does_not_come_back_is_replaced_and_one_that_may_is_waited_for(
         assert len(cluster.started) == 2 and deployed.ask().status_code == 200
         assert "tiny-1: it waits for a node" in deployed.lines
         cluster.gone.add("tiny-1")
+        monkeypatch.setattr("headway.gateway.deployed.replicas.RESTS_S", 0.3)
+        deployed.run(deployed.controller.tick())
+        assert len(cluster.started) == 2  # not at once, as the next might be gone too
         deployed.until("tiny-2", "tiny-3")
         monkeypatch.setattr("headway.gateway.deployed.replicas.REPLACED_AFTER_S", 0.2)
         deployed.running.gateway.members["tiny-2"].breaker.is_down = True

@@ -167,7 +167,6 @@ def test_a_stream_that_does_not_break_is_as_it_is_without_it(servers: list[LiveS
         {"stop": ["xyz"]},
         {"presence_penalty": 0.5},
         {"logprobs": True},
-        {"include_timings": True},
         {"min_tokens": 3},
     ],
     ids=str,
@@ -188,6 +187,22 @@ def test_without_the_key_or_another_backend_it_ends_with_the_error(servers: list
                 other.entry = replace(other.entry, drain=True)
             events = events_of(running.client.post(PATHS[0], json=body_of(PATHS[0])))
             assert json.loads(events[-1])["error"]["code"] == "backend_failed"
+
+
+def test_usage_in_every_chunk_and_the_ledger_are_those_of_the_whole_stream(servers: list[LiveServer]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = body_of(PATHS[0], stream_options=options, include_timings=True)
+    whole = chunks_of(servers[1].client.post(PATHS[0], json=body))
+    with gateway(servers, 15) as running:
+        chunks = chunks_of(running.client.post(PATHS[0], json=body))
+        assert running.outcomes()["b"] == {"ok": 1} and text_of(chunks) == TEXT
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == whole[-1]["usage"]["completion_tokens"]
+    (timings,) = (chunk["timings"] for chunk in chunks if chunk.get("timings"))
+    (alone,) = (chunk["timings"] for chunk in whole if chunk.get("timings"))
+    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"] and timings["phases_ns"]["engine_lost"] > 0
+    assert 0 < timings["ttft_ns"] < timings["phases_ns"]["engine_lost"] + timings["phases_ns"]["route"] + 10**9
+    assert timings["tokens"] == alone["tokens"]
 
 
 def test_a_stream_that_its_server_ends_to_shut_down_is_gone_on_with(servers: list[LiveServer]) -> None:

@@ -90,6 +90,8 @@ class Replica:
         self._node = ray.get_runtime_context().get_node_id()[:8]
         served = ServerEntry(name, model, free_port(self._host), key, served_as, flags)
         self._url = f"http://{self._host}:{served.port}"
+        if "--role=prefill" in flags:
+            more = [*more, f"--kv-transfer-host={self._host}"]
         log = Path(tempfile.mkdtemp(prefix="headway-replica-")) / f"{name}.log"
         self._server = LocalServer(served, log, more, self._host)
         self._keeping: asyncio.Task[None] | None = None

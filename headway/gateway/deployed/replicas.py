@@ -26,6 +26,8 @@ from headway.policy.fleet.scaling import Promises, Scaler
 TICK_S = 1.0
 # A server that was well and does not answer for so long is killed, and started again.
 REPLACED_AFTER_S = 60.0
+# After one that is gone for good, no other is started for so long.
+RESTS_S = 5.0
 logger = logging.getLogger("headway.server")
 
 
@@ -61,6 +63,7 @@ class Replicas:
     promises: Promises
     all: list[Replica] = field(default_factory=list)
     started: int = 0
+    rests_until: int = 0  # one was gone, and the next might be at once
     is_retired: bool = False  # the file does not have it any more
 
 
@@ -114,7 +117,10 @@ class Controller:
     async def run(self) -> None:
         """Look after all replicas, for ever."""
         while True:
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:
+                logger.exception("replicas were not looked after; it is tried again")
             await asyncio.sleep(TICK_S)
 
     async def tick(self) -> None:
@@ -131,6 +137,7 @@ class Controller:
         except Gone as error:
             self._say(replica, f"gone: {error}")
             of.all.remove(replica)
+            of.rests_until = clock() + round(RESTS_S * 1e9)
             return
         except Absent as error:
             return self._say(replica, str(error))  # the gateway asks its server itself whether it is well
@@ -175,7 +182,7 @@ class Controller:
         staying = [each for each in of.all if not each.is_leaving]
         current = [each for each in staying if each.version == of.deployment.version]
         wanted = self._wanted(of, staying)
-        if len(current) < wanted and len(staying) <= wanted:
+        if len(current) < wanted and len(staying) <= wanted and clock() >= of.rests_until:
             # A new version comes one at a time; else all come that are lacking.
             for _ in range(min(wanted - len(current), 1 if len(staying) > len(current) else wanted)):
                 self._start(of)
