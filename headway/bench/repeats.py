@@ -11,8 +11,8 @@ from rich.text import Text
 
 from headway.bench.interrupts import Interrupted
 from headway.bench.report import verdict
-from headway.bench.report.views import Run, steady_or_whole, tokens_per_s
-from headway.bench.reporting import NOT_VALID
+from headway.bench.report.views import steady_or_whole, tokens_per_s
+from headway.bench.reporting import NOT_VALID, Run
 from headway.bench.runs import Runner, load_of
 from headway.load.measures.numbers import Summary
 from headway.load.measures.probability import t_quantile

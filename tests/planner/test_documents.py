@@ -65,7 +65,9 @@ def test_other_commands_have_these_options(headway: CommandLine) -> None:
         if command and not is_run(command):
             program, *words = shlex.split(command)
             assert program == "headway"
-            path = tuple(words[: 2 if words[:1] == ["bench"] and words[1] in ("mock", "profile", "quality") else 1])
+            path = tuple(
+                words[: 2 if words[:1] == ["bench"] and words[1] in ("mock", "pareto", "profile", "quality") else 1]
+            )
             named[path] |= {word for word in words if word.startswith("--")}
     for path, flags in named.items():
         known = set(re.findall(r"--[\w-]+", headway(*path, "--help-all" if flags else "--help").out))

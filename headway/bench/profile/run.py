@@ -259,6 +259,7 @@ def _ask(url: str) -> tuple[dict[str, float], str]:
 
 def _settings(options: ProfileOptions) -> dict[str, Any]:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    del settings["given"], settings["api_key"]
     return {"threads": settings.pop("num_threads"), **settings}
 
 

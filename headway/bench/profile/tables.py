@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from headway.bench.profile.kernels import KINDS
 from headway.bench.profile.naive import Naive
 from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
@@ -11,10 +13,22 @@ from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
 NOTHING = Cell("–", "quiet")
+
+
+class Measured(Protocol):
+    """What tables of requests need of a profile."""
+
+    settings: dict[str, Any]
+    lengths: list[LengthProfile]
+
+    @property
+    def measured(self) -> list[LengthProfile]: ...
+
+
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "ttlt_ms": "TTLT"}
 
 
-def latency_table(result: ProfileResult) -> Table:
+def latency_table(result: Measured) -> Table:
     """TTFT, TPOT and TTLT for each prompt length: extremes, the median, and the percentiles that can be claimed."""
     rows = [(each, name) for each in result.lengths for name in METRICS if each.latencies[name].count]
     asked = [p for p in result.settings["percentiles"] if p != 50.0]
@@ -52,7 +66,7 @@ def _latency_row(each: LengthProfile, name: str, shown: list[float]) -> tuple[Ce
     )
 
 
-def stage_table(result: ProfileResult) -> Table:
+def stage_table(result: Measured) -> Table:
     """Milliseconds in each stage and its share: a column for each prompt length."""
     lengths = result.measured
     rows = [
@@ -75,7 +89,7 @@ def stage_table(result: ProfileResult) -> Table:
     )
 
 
-def achieved_table(result: ProfileResult) -> Table:
+def achieved_table(result: Measured) -> Table:
     """Compute beside the roofline, for prefill and for the mean decode step."""
     rows = []
     for each in result.measured:
