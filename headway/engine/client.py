@@ -172,8 +172,8 @@ class EngineClient:
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         # What the first engine had room for may be too much for one that finds less memory.
-        adapters = {"lora_modules": self.adapters.modules, "enable_lora": self.config.lora_slots > 0}
-        configure = Configure(replace(self.config, preload_what_fits=self.ready is not None, **adapters))
+        config = replace(self.config, lora_modules=self.adapters.modules, enable_lora=self.config.lora_slots > 0)
+        configure = Configure(replace(config, preload_what_fits=self.ready is not None))
         self._close()
         self._socket, theirs = socket.socketpair()
         with theirs:

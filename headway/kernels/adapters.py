@@ -6,11 +6,10 @@ used in numbered slots, and a step says which row has which. What a row gets dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,29 +84,32 @@ class AdapterRows:
         self.order = self._host_order.to(device) if pinned else self._host_order
         self.segments = self._host_segments.to(device) if pinned else self._host_segments
         self.of_slots: list[tuple[int, list[int]]] = []
+        self._filled: tuple[list[int], int] | None = None
 
     def segments_of(self, rows: int) -> int:
         """The most segments that a step of so many rows can have."""
         return min(self.most_segments, -(-rows // SEGMENT_ROWS) + self._slots + 1, rows)
 
-    def fill(self, slots: Sequence[int], rows: int) -> None:
+    def fill(self, slots: list[int], rows: int) -> None:
         """Take the slots of the first rows of a step; further ones, up to `rows`, have none."""
-        of_rows = np.full(rows, NO_SLOT, np.int32)
-        of_rows[: len(slots)] = slots
-        order = np.argsort(of_rows, kind="stable")
+        if (slots, rows) == self._filled:  # as in the step before, where sequences decode
+            return
+        self._filled = list(slots), rows
+        of_slots: dict[int, list[int]] = {NO_SLOT: []}
+        for row, slot in enumerate(slots):
+            of_slots.setdefault(slot, []).append(row)
+        of_slots[NO_SLOT] += range(len(slots), rows)
+        order: list[int] = []
+        segments = [(0, 0, 0)]
+        for slot, mine in of_slots.items():
+            for at in range(0, len(mine), SEGMENT_ROWS):
+                segments.append((slot, len(order) + at, min(SEGMENT_ROWS, len(mine) - at)))
+            order += mine
+        segments[0] = len(segments) - 1, 0, 0
         self._host_order.numpy()[:rows] = order
-        found, firsts, counts = np.unique(of_rows[order], return_index=True, return_counts=True)
-        ends = zip(found.tolist(), firsts.tolist(), (firsts + counts).tolist(), strict=True)
-        segments = [
-            (slot, at, min(SEGMENT_ROWS, end - at))
-            for slot, first, end in ends
-            for at in range(first, end, SEGMENT_ROWS)
-        ]
-        table = self._host_segments.numpy()
-        table[0] = len(segments), 0, 0
-        table[1 : 1 + len(segments)] = segments
-        groups = zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True)
-        self.of_slots = [(slot, order[at : at + n].tolist()) for slot, at, n in groups if slot != NO_SLOT]
+        self._host_segments.numpy()[: len(segments)] = segments
+        del of_slots[NO_SLOT]
+        self.of_slots = list(of_slots.items())
         if self.order is not self._host_order:
             self.order[:rows].copy_(self._host_order[:rows], non_blocking=True)
             self.segments.copy_(self._host_segments, non_blocking=True)

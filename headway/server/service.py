@@ -184,7 +184,7 @@ class Service(Door):
         if self.settings.lora_unload == "abort":
             why = f"adapter {name[:200]!r} was unloaded while this request ran"
             for generation in list(self.generations):
-                if generation.adapter == digest:
+                if getattr(generation, "adapter", "") == digest:
                     generation.abort(ApiError(404, why, param="model", code="adapter_unloaded"))
 
     def card(self, model: AdapterFound | str) -> dict[str, Any]:

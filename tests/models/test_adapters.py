@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headway.kernels import kernels_for
+from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
+from headway.kernels.weights import Weight
 from headway.models.adapted import AdaptedModel
 from headway.models.adapters import WEIGHTS_FILE
 from headway.models.config import ModelError
@@ -109,11 +111,14 @@ def test_settings_of_single_layers_and_the_reference_kernels(tmp_path: Path) -> 
     check_parity(tmp_path, "llama", ReferenceKernels(), **patterns)
 
 
-def test_rows_of_the_base_model_get_the_same_bits_beside_others(tmp_path: Path) -> None:
-    kernels = kernels_for("cpu", torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "scheme"), [(torch.bfloat16, "int8"), (torch.float16, "none")])
+def test_rows_of_the_base_model_get_the_same_bits_beside_others(
+    dtype: torch.dtype, scheme: str, tmp_path: Path
+) -> None:
+    kernels = kernels_for("cpu", dtype)
     hugging_face = tiny.save("llama", tmp_path / "base")
     lora.save(tmp_path / "a", hugging_face)
-    decoder = load_model(tmp_path / "base", torch.bfloat16, kernels, quantization="int8")
+    decoder = load_model(tmp_path / "base", dtype, kernels, quantization=scheme)
     model = adapted(decoder, tmp_path / "a")
     beside = together(model, PROMPTS, [0, -1, -1, 0])
     alone = together(AdaptedModel(decoder, 2, 16, 64), PROMPTS, [-1] * 4)
@@ -151,6 +156,33 @@ def test_over_packed_weights(form: str, tmp_path: Path, monkeypatch: pytest.Monk
     lora.merge(hugging_face, deltas)
     expected = torch.cat([tiny.logits(hugging_face, prompt) for prompt in PROMPTS[:3]])
     assert relative_error(torch.cat(ours), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs", "rank"), [(2100, 70, 3), (64, 256, 40), (1038, 33, 256)])
+def test_products_on_a_cpu_are_those_of_torch(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
+    """Inputs of several parts, outputs that are no whole vectors of one part, ranks beyond a strip; gated or not."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    weight, x = random(2 * outputs, inputs), random(37, inputs)
+    part_of = torch.arange(2 * outputs) // outputs
+    spec = AdapterSpec(inputs, part_of, dtype, torch.device("cpu"), 3, rank)
+    rows = AdapterRows(64, 3, torch.device("cpu"))
+    rows.fill([[-1, 2, 2, 0][at % 4] for at in range(37)], 37)
+    found = []
+    for kernels in (kernels_for("cpu", dtype), ReferenceKernels()):
+        for product in (kernels.linear(Weight(weight), None), kernels.gated_linear(Weight(weight), None)):
+            made = kernels.adapted(product, spec, rows)
+            generator.manual_seed(1)
+            for slot in (0, 2):
+                made.write(slot, random(2, rank, inputs), random(rank, 2 * outputs))
+            found.append(made(x).float())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 # --- what is refused ----------------------------------------------------------------------------------

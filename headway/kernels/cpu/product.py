@@ -68,7 +68,7 @@ FEATURE_BITS = 32  # of the number of outputs; above them stands how far apart r
 
 
 @compiled()
-def _copy_token(source_kind, kind, x, inputs, width, row):
+def copy_token(source_kind, kind, x, inputs, width, row):
     """A token as numbers of `kind`, with zeros up to the width."""
     for i in range(inputs):
         store(row, i, load(x, i, source_kind), kind)
@@ -271,7 +271,7 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset,
             _prepare_integers(x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes)
             split_token(split_kind, to, width, row_stride)
         else:
-            _copy_token(x_kind, copied, source, inputs, width, to)
+            copy_token(x_kind, copied, source, inputs, width, to)
         take_ticket(tickets(a, 1))
         row = take_ticket(tickets(a, 0))
     if order != 0:

@@ -13,8 +13,6 @@ from headway.server.errors import ApiError, unavailable
 
 
 class Abortable(Protocol):
-    adapter: str
-
     def abort(self, error: ApiError) -> None: ...
 
 
