@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from headway.engine.ahead import StepsAhead
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.draft_model import DraftModel, load_draft
@@ -125,8 +126,11 @@ def _build(
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
         hooks = [] if config.speculative_config is None else [_speculator(start, scheduler, draft)]
+    steps = None
+    if config.async_scheduling and runner.runs_ahead and pool.executor is runner and not hooks:
+        steps = StepsAhead(scheduler, runner)
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
-    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline), []
+    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
