@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,8 +67,7 @@ class DeviceTimer:
         return now - int(self._computed.elapsed_time(self._sampled) * 1e6), now
 
 
-@dataclass(slots=True)
-class ComputedStep:
+class ComputedStep(msgspec.Struct, gc=False):
     """A step whose logits are there, or will be.
 
     Args:
