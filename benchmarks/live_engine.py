@@ -21,6 +21,7 @@ import torch
 from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
+from headway.engine.core import StepsInOrder
 from headway.engine.messages import AddRequest
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -105,6 +106,15 @@ class LiveEngine:
             yield
         finally:
             self.runner.decodes = decodes
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Submit no step while another runs, until the context ends."""
+        steps, self._core.steps = self._core.steps, StepsInOrder(self._core.scheduler, self._core.executor)
+        try:
+            yield
+        finally:
+            self._core.steps = steps
 
     def prefill(self, tokens: int, budget_s: float) -> list[float]:
         """Seconds of steps with one prompt each, for about so long."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.engine.ahead import StepsAhead
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.draft_head import DraftHead
@@ -152,8 +153,11 @@ def _build(
 
             about = device.type, str(start.dtype), config.quantization, shown
             hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
+    steps = None
+    if config.async_scheduling and runner.runs_ahead and pool.executor is runner and not hooks:
+        steps = StepsAhead(scheduler, runner)
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
-    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline), []
+    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
     core.adapters = adapters
     if config.preloaded:
         with stages.timed("preload"):

@@ -186,6 +186,9 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     enforce_eager: Annotated[
         bool, _engine("On a GPU, launch the kernels of a decode step one by one instead of as a CUDA graph.")
     ] = False
+    async_scheduling: Annotated[
+        bool, _engine("On a GPU, plan a decode step and hand it to the GPU while the step before runs there.")
+    ] = True
     speculative_config: Annotated[
         SpeculativeConfig | None,
         _engine(

@@ -33,11 +33,27 @@ GONE = "the adapter is not here any more, or its folder has changed; load it aga
 FAILED = "the engine failed on this request ({}); see the server's log"
 
 
+class StepsInOrder:
+    """Plans each step when the one before has ended, and runs it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self._scheduler, self._executor = scheduler, executor
+
+    def plan(self, now: int) -> StepPlan:
+        """The next step."""
+        return self._scheduler.schedule(now)
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Run it, as Executor.run() does."""
+        return self._executor.run(plan)
+
+
 class EngineCore:
     """Joins the scheduler and the executor; a loop calls `advance()`, or `step()` for metrics too, while `has_work`.
 
     Args:
         roofline: knows the least time of steps; None where nobody does.
+        steps: when they are planned and run; None for one after the other.
 
     Attributes:
         hooks: what takes part in steps: a Speculator, Handovers, Offload, and each beam search that is under way.
@@ -52,9 +68,11 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
+        steps: StepsInOrder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.steps = steps or StepsInOrder(scheduler, executor)
         self.hooks = list(hooks)
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
@@ -112,23 +130,22 @@ class EngineCore:
         self._queue(request)
 
     def _join(self, sequence: Sequence) -> None:
-        """Take note of a sequence that has forked from another of its request."""
+        """Take note of a sequence that the scheduler knows."""
         self._live[sequence.request_id][sequence.index] = sequence
         self._sequences[sequence.seq_id] = sequence
 
     def _queue(self, request: AddRequest, began_waiting: int = 0) -> None:
         """Queue the choices of a checked request."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
-        now = self._clock()
+        now, self._live[request.request_id] = self._clock(), {}
         for sequence in sequences:
             if began_waiting:
                 sequence.ledger.mark(Phase.TRANSPORT, began_waiting)
                 sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
+            self._join(sequence)
         for hook in self.hooks:
             hook.queued(request, sequences)
-        self._live[request.request_id] = {s.index: s for s in sequences}
-        self._sequences.update((s.seq_id, s) for s in sequences)
         if request.params.use_beam_search:
             told = self._output, self._forget, self._join, self._drop
             self.hooks.append(SearchedRequest(request, sequences[0], self.scheduler, self.hooks, *told))
@@ -218,7 +235,7 @@ class EngineCore:
             outputs += self._take_loaded()
         for hook in self.hooks:
             hook.before()
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.steps.plan(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         slots = self.scheduler.sequences.slots
         if slots is not None and (slots.loads or self._loading):
@@ -236,7 +253,7 @@ class EngineCore:
         """Run a plan and apply what comes of it, and add to `outputs` what is said of it; what the step has changed."""
         began = self._clock()
         try:
-            outcome = self.executor.run(plan)
+            outcome = self.steps.run(plan)
         except Exception as error:
             outcome = self._quarantine.run_again(plan, error, began, self._steps)
             outputs += self._take_out(plan, outcome)

@@ -46,7 +46,6 @@ CAUSES = {
     Phase.STEP_RETRY: "a step failed because of a request",
     Phase.ENGINE_LOST: "the engine died",
     Phase.ENGINE_RESTART: "the engine was started again",
-    Phase.SEND_BLOCKED: "the client does not read",
     Phase.TRANSPORT: "long steps, or the server lacks a core",
     Phase.RECEIVE: "the request came slowly, or a crowd came with it",
     Phase.TOKENIZE: "a long text, or many at once",

@@ -18,6 +18,7 @@ from headway import LLM, SamplingParams
 from headway.engine import build
 from headway.engine.config import EngineConfig
 from headway.engine.graphs import DecodeBuffers, graph_sizes
+from headway.engine.launched import Drawn
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
 from headway.engine.messages import AddRequest
@@ -28,7 +29,7 @@ from headway.kernels.cuda.graphs import Graphs
 from headway.kernels.cuda.kernels import CudaKernels
 from headway.kernels.interface import LayerCache, RoutingCounts
 from headway.models.loading import load_model
-from headway.policy.step.plan import SequenceState, TableChange
+from headway.policy.step.plan import UNKNOWN, ScheduledSequence, SequenceState, TableChange
 from tests.engine.models import TINY_GPT_OSS, TINY_LLAMA, TINY_MIXTURE, write_config
 from tests.engine.test_layout import BLOCK, CPU, MOST_SEQUENCES, MOST_TOKENS, part, sequence
 
@@ -88,6 +89,32 @@ def test_steps_of_sequences_that_live(seed: int, shares: tuple[int, ...]) -> Non
 def _in_groups(each: SequenceState, count: int) -> SequenceState:
     each.further_tables = [[block + group for block in each.block_table] for group in range(1, count)]
     return each
+
+
+def test_a_step_is_laid_out_while_the_numbers_of_the_one_before_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device copies them late here: when the next step is laid out already, with tokens that it then has drawn."""
+    draw, late = random.Random(0), list[tuple[Tensor, Tensor]]()
+    live, tables = [sequence(draw, length) for length in (5, 9, 14)], BlockTables(MOST_SEQUENCES, MAX_BLOCKS)
+    buffers = DecodeBuffers(CPU, [3], True, tables, BLOCK, MOST_TOKENS)
+    copy = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda to, source, non_blocking: late.append((to, source)))
+    scheduled = [part(each, 1, 1) for each in live]
+    buffers.lay_out(scheduled, live)
+    first, late = late, []
+    ahead = [ScheduledSequence(item.seq_id, item.start + 1, [UNKNOWN], True, 1) for item in scheduled]
+    step = buffers.lay_out(ahead, live)
+    assert step is not None
+    for to, source in first:
+        copy(to, source)
+    assert step.token_ids.tolist() == [each.tokens[-1] for each in live]
+    assert step.geometry.positions.tolist() == [len(each.tokens) - 1 for each in live]
+    assert step.geometry.block_tables[0, 0] == live[0].block_table[0]
+    for to, source in late:
+        copy(to, source)
+    monkeypatch.undo()
+    Drawn(torch.tensor([7, -1, 8, 9]), [live[2].seq_id, live[1].seq_id, 99, live[0].seq_id]).fill(step.token_ids, ahead)
+    assert step.token_ids.tolist() == [9, 0, 7], "each its own; any token where there is none"
+    assert step.geometry.positions.tolist() == [len(each.tokens) for each in live]
 
 
 def test_other_steps_are_not_laid_out() -> None:

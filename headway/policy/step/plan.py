@@ -121,6 +121,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
 
 
 NO_WORK = StepWork()
+UNKNOWN = -1  # in the place of a token that the step before is about to draw
 
 
 class StepPlan(msgspec.Struct, array_like=True):
