@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway import LLM
+from headway.bundled import STORY
 from headway.engine import build
 from headway.engine.ahead import StepsAhead
 from headway.engine.config import EngineConfig
@@ -24,6 +25,7 @@ from headway.engine.runner import Runner
 from headway.engine.sampler import Sampler
 from headway.policy.step.plan import UNKNOWN, StepPlan
 from headway.policy.step.sampling_params import SamplingParams
+from tests.engine.eager import check_same_texts
 from tests.engine.models import TINY_GEMMA2, write_config
 
 SENT_NS = 1
@@ -152,6 +154,19 @@ def test_a_choice_that_is_dropped_hears_no_more(core: EngineCore, monkeypatch: p
     assert found.keys() == expected.keys()
     for name, answer in found.items():
         assert answer == expected[name] or answer[1] == "abort"
+
+
+def test_stop_strings_end_answers_where_they_end_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(STORY), device="cpu", kv_cache_memory=16 << 20, num_threads=1, max_num_seqs=8)
+    params = SamplingParams(temperature=0.8, seed=1, n=3, max_tokens=60, stop=["the", ". ", "was"])
+    prompts = ["The old house stood", "Once upon a time", "Tell me about the sea."]
+    plain = llm.generate(prompts, params)
+    device = Device(llm.engine.core, monkeypatch)
+    ahead = llm.generate(prompts, params)
+    check_same_texts(plain, ahead)
+    tokens = [[choice.token_ids for output in outputs for choice in output.outputs] for outputs in (plain, ahead)]
+    assert tokens[0] == tokens[1]
+    assert any(UNKNOWN in step for step in device.steps)
 
 
 @pytest.mark.parametrize("where", ["submit", "collect"])
