@@ -31,6 +31,7 @@ from benchmarks.gpu.formats import EXPERT_FORMATS, FORMATS, TOKENS, Experts, For
 from benchmarks.gpu.part import Flaw, Machine, Row, Skipped, Tasks, said
 from headway.calibration.cases import BLOCK_SIZE, AttentionLoad, geometry
 from headway.kernels.cuda.kernels import CudaKernels
+from headway.kernels.families import CommonParts
 from headway.kernels.interface import LayerCache, LayerState, SinkQueries, Span
 from headway.kernels.weights import SILU, DeltaRule
 
@@ -132,6 +133,12 @@ def tasks(machine: Machine) -> Tasks:
         for load, size in LOADS.items():
             streamed = partial(_attention, kernels, dtype, LLAMA_8B, size, window=1008, first=16)
             calls[f"attention {short}, first keys of a stream, {load}"] = streamed
+        decodes = LOADS["64 decodes"]
+        calls[f"attention {short}, in common"] = partial(_attention, kernels, dtype, LLAMA_8B, decodes, common=1024)
+        for load, size in LOADS.items():
+            for cache, rounded in {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.items():
+                over = partial(_attention, kernels, dtype, LLAMA_8B, size, cache=rounded)
+                calls[f"attention {short}, a cache of {cache}, {load}"] = over
         for load, size in LOADS.items():
             calls[f"attention {short}, latents, {load}"] = partial(_over_latents, kernels, dtype, size)
         some = list(FORMATS)[:1] if machine.small else FORMATS
@@ -174,15 +181,25 @@ def _capability() -> int:
 
 def _attention(
     kernels: CudaKernels, dtype: torch.dtype, heads: Heads, load: AttentionLoad, window: int | None = None,
-    sinks: bool = False, softcap: float | None = None, first: int = 0,
+    sinks: bool = False, softcap: float | None = None, first: int = 0, cache: torch.dtype | None = None,
+    common: int = 0,
 ) -> None:  # fmt: skip
     query_heads, kv_heads, width = heads
     step = geometry(load, "cpu")
-    block = torch.zeros(1, kv_heads, BLOCK_SIZE, width, dtype=dtype)
     query = torch.zeros(load.tokens * load.sequences, query_heads, width, dtype=dtype)
     has_sinks = torch.zeros(64) if sinks else None
     of_first = SinkQueries(query, first) if first else None
-    kernels.attention(query, LayerCache(block, block), step, width**-0.5, window, has_sinks, softcap, of_first)
+    if common:
+        parts = [[0, common, 0, len(query)]], list(range(len(query))), [common] * len(query)
+        step.common = CommonParts(*(torch.tensor(each, dtype=torch.int32) for each in parts))
+    blocks = _cache((1, kv_heads, BLOCK_SIZE, width), cache or dtype)
+    kernels.attention(query, blocks, step, width**-0.5, window, has_sinks, softcap, of_first)
+
+
+def _cache(shape: tuple[int, ...], dtype: torch.dtype) -> LayerCache:
+    numbers = torch.zeros(shape, dtype=dtype)
+    scales = [torch.zeros(shape[:3])] * 2 if dtype == torch.int8 else []
+    return LayerCache(numbers, numbers, *scales)
 
 
 def _over_latents(kernels: CudaKernels, dtype: torch.dtype, load: AttentionLoad) -> None:
@@ -242,8 +259,9 @@ def _rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:
     qkv = zeros(tokens, heads + 2, width)
     tables, positions = torch.zeros(64, width // 2), torch.zeros(tokens, dtype=torch.int64)
     kernels.rotate(qkv[:, :heads], qkv[:, heads : heads + 1], tables, tables, positions)
-    cache = LayerCache(zeros(4, 1, BLOCK_SIZE, width), zeros(4, 1, BLOCK_SIZE, width))
-    kernels.store(qkv[:, heads : heads + 1], qkv[:, heads + 1 :], cache, positions)
+    for kept in (dtype, torch.int8, torch.float8_e4m3fn):
+        cache = _cache((4, 1, BLOCK_SIZE, width), kept)
+        kernels.store(qkv[:, heads : heads + 1], qkv[:, heads + 1 :], cache, positions)
 
 
 class _NoDevice:

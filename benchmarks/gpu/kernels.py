@@ -58,6 +58,9 @@ def tasks(machine: Machine) -> Tasks:
         for load in _SMALL_LOADS if machine.small else (*DECODES, *PROMPTS):
             label = f"{name} attention, {load.sequences} x {load.tokens} of {load.context}"
             found[label] = partial(_rows, machine, partial(_attention, pool, shape, load))
+        for load in _SMALL_LOADS[:1] if machine.small else (AttentionLoad(1, 4096, 16), AttentionLoad(1, 32768, 1)):
+            label = f"{name} attention over rounded caches, {load.sequences} x {load.context}"
+            found[label] = partial(_rounded_caches, machine, shape, load)
         for tokens in (4,) if machine.small else TOKENS:
             cases = partial(linear_cases, pool, shape, DTYPE, (tokens,), _ANY_FLOPS)
             found[f"{name} products of a layer, {tokens} tokens"] = partial(_rows, machine, cases)
@@ -139,6 +142,25 @@ def _common_prefix(machine: Machine, shape: ModelShape, sequences: int, common: 
 
         flops = 4.0 * sequences * (common + own) * shape.heads * shape.head_dim
         yield _measured(machine, kernel, call, len(caches), read * of_token, flops)
+
+
+@torch.inference_mode()
+def _rounded_caches(machine: Machine, shape: ModelShape, load: AttentionLoad) -> Iterable[Row]:
+    """Decodes over a cache of each type, and what it takes to store a token of each sequence."""
+    kernels, step = kernels_for(machine.device, DTYPE), geometry(load, machine.device)
+    blocks = step.block_tables.numel(), shape.kv_heads, BLOCK_SIZE, shape.head_dim
+    query = random(machine, load.sequences, shape.heads, shape.head_dim)
+    key = random(machine, load.sequences, shape.kv_heads, shape.head_dim)
+    slots = torch.arange(load.sequences, device=machine.device)
+    for name, dtype in {"bfloat16": DTYPE, "int8": torch.int8, "fp8": torch.float8_e4m3fn}.items():
+        scales = [torch.ones(blocks[:3], device=machine.device) for _ in range(2 * (dtype == torch.int8))]
+        cache = LayerCache(*(torch.zeros(blocks, dtype=dtype, device=machine.device) for _ in range(2)), *scales)
+        moved = sum(tensor.nbytes for tensor in cache.tensors)
+        call = partial(kernels.attention, query, cache, step, shape.head_dim**-0.5, None)
+        flops = 4.0 * load.sequences * load.context * shape.heads * shape.head_dim
+        yield _measured(machine, f"attention over {name}", call, 1, moved, flops)
+        store = partial(kernels.store, key, key, cache, slots)
+        yield _measured(machine, f"store to {name}", store, 1, 4.0 * key.nbytes, 0.0)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ _KEY_KEYS = dict.fromkeys(("tenant", "sha256", "default", "best", "created", "no
 _KEY_KEYS |= dict.fromkeys(("models", "scopes"), STRINGS)
 # What a key may be limited to, and the routes that belong to each. Other routes are open to every key.
 SCOPES = {
-    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infer"),
     "embed": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
     "batches": ("/v1/files", "/v1/batches"),
 }

@@ -119,7 +119,7 @@ _GGUF_TYPES = ("q4_k", "q6_k", "q8_0")
 _ROW_SCALES = {"fp8-weight-only": 32}  # bits of a row; on a CPU each has 32 more
 ENGINE_QUANTIZATIONS = ("none", *_ENGINE_WEIGHTS)
 ENGINE_CHECKPOINTS = (*_ENGINE_PACKED, *_AS_ROUNDED)
-ENGINE_KV_DTYPES = ("auto", "int8")
+ENGINE_KV_DTYPES = ("auto", "int8", "fp8")
 KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
 
 

@@ -67,7 +67,11 @@ class ModelOptions:
     ] = "none"
     kv_cache_dtype: Annotated[
         str,
-        _model("Type of the KV cache: auto is --dtype; int8 is for CPUs only.", choices=("auto", "int8"), common=True),
+        _model(
+            "Type of the KV cache: auto is --dtype, int8 has scales, fp8 (e4m3) has none and is less exact.",
+            choices=("auto", "int8", "fp8"),
+            common=True,
+        ),
     ] = "auto"
     load_format: Annotated[
         str, _model("dummy makes random weights from config.json.", choices=("auto", "safetensors", "dummy"))

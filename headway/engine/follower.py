@@ -21,6 +21,7 @@ from headway.engine.ranks import Assignment, Pool, Step, ToRank, share_of
 from headway.engine.runner import Runner
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
+from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model, resolve_dtype, resolve_model
@@ -96,7 +97,7 @@ def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> N
 
 
 def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
-    cache_dtype = torch.int8 if own.config.kv_cache_dtype == "int8" else model.dtype
+    cache_dtype = KV_CACHE_DTYPES[own.config.kv_cache_dtype] or model.dtype
     sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
     more = pool.checkpoints, pool.groups
     return Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)

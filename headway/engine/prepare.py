@@ -70,7 +70,7 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
     folder = resolve_model(config.model)
     model = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model)
-    cache_dtype = _cache_dtype(config, model, dtype, device)
+    cache_dtype = _cache_dtype(config, model, dtype)
     kernels = kernels_for(str(device), dtype, memory)
     followers = _followers(config, model, device, started)
     packed, asked_len = model.packed, _asked_model_len(config, model)
@@ -110,18 +110,15 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the device lacks a type."""
+def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the model has no other."""
     name = config.kv_cache_dtype
     if name not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
-    if name == "auto":
-        return dtype
-    if device.type != "cpu":
-        raise EngineError(f"kv_cache_dtype is {name}, which {device.type} does not support yet; leave it out")
-    if model.shape.latent is not None:
-        raise EngineError("kv_cache_dtype is int8, which attention over latents does not support; leave it out")
-    return torch.int8
+    named = KV_CACHE_DTYPES[name]
+    if named is not None and model.shape.latent is not None:
+        raise EngineError(f"kv_cache_dtype is {name}, which attention over latents does not support; leave it out")
+    return named or dtype
 
 
 def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -73,7 +73,7 @@ def roofline_of(
         return None
     from headway.cost.precision import Precision
 
-    cache = "int8" if cache_dtype == torch.int8 else "auto"
+    cache = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(cache_dtype, "auto")
     try:
         name = str(dtype).removeprefix("torch.")
         precision = Precision.of_engine(name, scheme, cache, shape.head_dim, hardware.kind)

@@ -34,7 +34,7 @@ class HostBlocks:
     """
 
     def __init__(self, caches: list[LayerCache], num_blocks: int) -> None:
-        self._parts = [tensor for cache in caches for tensor in cache.tensors]
+        self._parts = [tensor.view(torch.uint8) for cache in caches for tensor in cache.tensors]
         self._sizes = [part[0].nbytes for part in self._parts]
         self._device = self._parts[0].device
         self.block_bytes = size = sum(self._sizes)
@@ -57,7 +57,7 @@ class HostBlocks:
 
     def _out(self, blocks: list[int], host_blocks: list[int]) -> None:
         numbers = torch.tensor(blocks, device=self._device)
-        parts = [part.index_select(0, numbers).flatten(1).view(torch.uint8) for part in self._parts]
+        parts = [part.index_select(0, numbers).flatten(1) for part in self._parts]
         for row, host_block in zip(torch.cat(parts, 1), host_blocks, strict=True):
             self.arrived.pop(host_block, None)  # for a sequence that ended before it was admitted
             self._rows[host_block].copy_(row, non_blocking=True)
@@ -70,7 +70,7 @@ class HostBlocks:
                 self._rows[host_block].numpy().data[:] = content
             row.copy_(self._rows[host_block], non_blocking=True)
         for part, columns in zip(self._parts, staged.split(self._sizes, 1), strict=True):
-            part.index_copy_(0, numbers, columns.contiguous().view(part.dtype).view(-1, *part.shape[1:]))
+            part.index_copy_(0, numbers, columns.contiguous().view(-1, *part.shape[1:]))
 
     @property
     def geometry(self) -> list[tuple[str, list[int]]]:

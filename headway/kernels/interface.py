@@ -124,7 +124,8 @@ class SinkQueries(NamedTuple):
     num_keys: int
 
 
-KV_CACHE_DTYPES = ("auto", "int8")
+# None: the model's dtype.
+KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class AttentionShape(NamedTuple):
@@ -336,6 +337,8 @@ class Kernels(Protocol):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to their slots [T].
+
+        A cache of float8_e4m3fn holds numbers up to 448, the largest that it has, for greater ones.
 
         Raises:
             ValueError: an int8 cache, which these kernels do not have.

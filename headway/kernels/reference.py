@@ -357,6 +357,10 @@ class ReferenceKernels(TorchKernels):
         check_unscaled(cache, self.name)
         block_size = cache.keys.shape[2]
         block, offset = slots // block_size, slots % block_size
+        if cache.keys.dtype == torch.float8_e4m3fn:  # whose numbers torch cannot index
+            keys, values = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
+            keys[block, :, offset], values[block, :, offset] = (_rounded_to_float8(each) for each in (key, value))
+            return
         cache.keys[block, :, offset] = key.to(cache.keys.dtype)
         cache.values[block, :, offset] = value.to(cache.values.dtype)
 
@@ -386,7 +390,7 @@ class ReferenceKernels(TorchKernels):
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes."""
-        for blocks in (tensor for cache in caches for tensor in cache.tensors):
+        for blocks in (tensor.view(torch.uint8) for cache in caches for tensor in cache.tensors):
             blocks[targets] = blocks[sources]
 
 
@@ -433,7 +437,13 @@ def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:
     """The first context_len tokens that table names in blocks [N, G, B, D], as float32 [G, context_len, D]."""
     block_size = blocks.shape[2]
     used = table[: -(-context_len // block_size)].long()
-    return blocks[used].transpose(0, 1).flatten(1, 2)[:, :context_len].float()
+    taken = blocks.view(torch.uint8)[used].view(blocks.dtype)
+    return taken.float().transpose(0, 1).flatten(1, 2)[:, :context_len]
+
+
+def _rounded_to_float8(x: Tensor) -> Tensor:
+    """The bytes of numbers in e4m3fn, which has none above 448."""
+    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _attend(

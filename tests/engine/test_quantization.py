@@ -31,7 +31,7 @@ TEXT = (
 )
 # How much of the plain model's perplexity on this text may be added.
 ADDED = {"int8": 0.015, "int8-weight-only": 0.002, "int4": 0.05}
-ADDED_BY_CACHE = {"none": 0.002, "int8": 0.005}
+ADDED_BY_CACHE = {("none", "int8"): 0.002, ("int8", "int8"): 0.005, ("none", "fp8"): 0.01}
 
 
 def perplexity(**settings: str) -> float:
@@ -57,23 +57,26 @@ def test_the_bundled_model_still_knows_its_text(plain: float, quantization: str)
     assert abs(rounded / plain - 1) < ADDED[quantization]
 
 
-@pytest.mark.parametrize("quantization", ADDED_BY_CACHE)
-def test_the_bundled_model_with_an_int8_cache(quantization: str) -> None:
-    exact, rounded = (perplexity(quantization=quantization, kv_cache_dtype=dtype) for dtype in ("auto", "int8"))
+@pytest.mark.parametrize(("quantization", "cache"), ADDED_BY_CACHE)
+def test_the_bundled_model_with_a_rounded_cache(quantization: str, cache: str) -> None:
+    exact, rounded = (perplexity(quantization=quantization, kv_cache_dtype=dtype) for dtype in ("auto", cache))
     assert rounded != exact
-    assert abs(rounded / exact - 1) < ADDED_BY_CACHE[quantization]
+    assert abs(rounded / exact - 1) < ADDED_BY_CACHE[quantization, cache]
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
-def test_an_int8_cache_has_room_for_more(tmp_path: Path, dtype: str, element: int) -> None:
+def test_a_cache_of_8_bits_has_room_for_more(tmp_path: Path, dtype: str, element: int) -> None:
     """A token of TINY_LLAMA: keys and values, 2 layers, 2 heads, 16 elements and the scale of an int8 head."""
     settings: dict[str, Any] = {"dtype": dtype, "load_format": "dummy", "device": "cpu", "kv_cache_memory": 1 << 20}
     folder = write_config(tmp_path)
-    plain, narrow = (build_engine(EngineConfig(folder, kv_cache_dtype=d, **settings)) for d in ("auto", "int8"))
+    dtypes = "auto", "int8", "fp8"
+    plain, narrow, float8 = (build_engine(EngineConfig(folder, kv_cache_dtype=d, **settings)) for d in dtypes)
     assert plain.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16 * element)
     assert narrow.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
-    assert (plain.kv_cache_dtype, narrow.kv_cache_dtype) == (dtype, "int8")
-    for engine in (plain, narrow):
+    assert float8.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16)
+    engines = plain, narrow, float8
+    assert [engine.kv_cache_dtype for engine in engines] == [dtype, "int8", "float8_e4m3fn"]
+    for engine in engines:
         held = sum(t.numel() * t.element_size() for cache in engine.runner.caches for t in cache.tensors)
         assert 0.98 * 2**20 < held <= 2**20
         assert all(t.data_ptr() % 64 == 0 for cache in engine.runner.caches for t in cache.tensors)
@@ -109,20 +112,14 @@ def test_a_checkpoint_s_own_format_may_be_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_cache(tmp_path: Path) -> None:
-    config = EngineConfig(write_config(tmp_path), kv_cache_dtype="fp8", load_format="dummy", device="cpu")
-    with pytest.raises(EngineError, match="kv_cache_dtype is 'fp8'; it must be one of auto, int8"):
+    config = EngineConfig(write_config(tmp_path), kv_cache_dtype="fp4", load_format="dummy", device="cpu")
+    with pytest.raises(EngineError, match="kv_cache_dtype is 'fp4'; it must be one of auto, int8, fp8"):
         build_engine(config)
 
 
-def test_latents_are_not_kept_in_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_latents_are_not_kept_in_8_bits(tmp_path: Path, name: str) -> None:
     folder = write_config(tmp_path, **TINY_LATENT)
-    config = EngineConfig(folder, kv_cache_dtype="int8", load_format="dummy", device="cpu")
-    with pytest.raises(EngineError, match="kv_cache_dtype is int8, which attention over latents does not support;"):
-        build_engine(config)
-
-
-def test_a_gpu_keeps_no_keys_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    config = EngineConfig(write_config(tmp_path), kv_cache_dtype="int8", load_format="dummy", device="cuda")
-    with pytest.raises(EngineError, match="kv_cache_dtype is int8, which cuda does not support yet; leave it out"):
+    config = EngineConfig(folder, kv_cache_dtype=name, load_format="dummy", device="cpu")
+    with pytest.raises(EngineError, match=f"kv_cache_dtype is {name}, which attention over latents does not support;"):
         build_engine(config)

@@ -23,6 +23,8 @@ REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Keys and values of normal numbers in 255 steps: half a step, uniform, of the largest of a head; and rounding.
 INT8_CACHE_ERROR = 0.012
+# Numbers in e4m3fn: up to a sixteenth of each, and a third of that on average.
+CACHE_ERRORS = {torch.int8: INT8_CACHE_ERROR, torch.float8_e4m3fn: 0.045}
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -103,7 +105,8 @@ def check_store_of_latents(kernels: Kernels, device: str, dtype: torch.dtype) ->
 
 def store_history(kernels: Kernels, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """What check_store shows that CUDA's kernels store; Triton's interpreter takes longer for it than for attention."""
-    (REFERENCE if kernels.name == "cuda" else kernels).store(key, value, cache, slots)
+    plain = cache.keys.dtype == key.dtype
+    (REFERENCE if kernels.name == "cuda" and plain else kernels).store(key, value, cache, slots)
 
 
 def check_draw(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
@@ -362,8 +365,10 @@ def check_attention(
             kept = first_keys // block_size
             passed = step.block_tables[row, kept : max(kept, (context - count - window + 1) // block_size)]
             for tensor in ours.tensors:
-                tensor[passed.long().to(device)] = torch.nan if tensor.is_floating_point() else 99
-                tensor[num_blocks] = 0
+                is_float8 = tensor.dtype == torch.float8_e4m3fn
+                numbers = tensor.view(torch.uint8) if is_float8 else tensor
+                numbers[passed.long().to(device)] = torch.nan if numbers.is_floating_point() else 0x7F
+                numbers[num_blocks] = 0
             passed[:] = num_blocks
     query = fused.to(device)[:, : heads * width].view(-1, heads, width)
     of_device = sinks if sinks is None else sinks.to(device)
@@ -375,7 +380,26 @@ def check_attention(
         assert_close(got, expected, dtype)
     else:
         error = (got.double().cpu() - expected.double()).norm() / expected.double().norm()
-        assert error < INT8_CACHE_ERROR + ROUNDING[dtype]
+        assert error < CACHE_ERRORS[cache_dtype] + ROUNDING[dtype]
+
+
+def check_float8_store(kernels: Kernels, device: str) -> None:
+    """Every number of e4m3fn, those between two of them, and what it has no number for."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    exact = codes[codes.isfinite()].sort().values
+    between = [exact[:-1] + (exact[1:] - exact[:-1]) * part for part in (0.25, 0.5, 0.75)]
+    further = torch.tensor([449.0, -500.0, math.inf, -math.inf, math.nan, 2.0**-10, 1.01 * 2.0**-10])
+    numbers = torch.cat([exact, *between, further])
+    numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 32)]).view(-1, 1, 32)
+    cache = empty_cache((-(-len(numbers) // 16), 1, 16, 32), torch.float8_e4m3fn, device)
+    slots = torch.arange(len(numbers))
+    kernels.store(numbers.to(device), numbers.to(device), cache, slots.to(device))
+    kept = sorted(cache.keys.view(torch.uint8).flatten().tolist()[: 256 * 32])
+    expected = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).flatten().tolist()
+    expected += [0x7F] * (len(kept) - len(expected))  # where nothing was stored
+    assert [code & 0x7F if code & 0x7F == 0x7F else code for code in kept] == sorted(
+        code & 0x7F if code & 0x7F == 0x7F else code for code in expected
+    )
 
 
 def check_packed_weights_are_refused(kernels: Kernels) -> None:
@@ -402,6 +426,8 @@ def latent_cache(blocks: int, block_size: int, width: int, rank: int, dtype: tor
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerCache:
+    if dtype == torch.float8_e4m3fn:
+        return LayerCache(*(torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype) for _ in range(2)))
     if dtype == torch.int8:
         keys, values = (torch.full(shape, 99, dtype=dtype, device=device) for _ in range(2))
         return LayerCache(keys, values, *(torch.full(shape[:3], math.nan, device=device) for _ in range(2)))

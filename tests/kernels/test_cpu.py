@@ -191,10 +191,15 @@ def test_attention_of_any_step(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "block_size"), [(14, 2, 64, 16), (4, 4, 80, 8), (8, 1, 24, 64), (4, 2, 128, 32)]
 )
-def test_attention_over_an_int8_cache(
+def test_attention_over_a_rounded_cache(
     kernels: CpuKernels, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, width: int, block_size: int
 ) -> None:
-    check_attention(kernels, "cpu", dtype, *MIXED, heads, kv_heads, width, block_size, window, cache_dtype=torch.int8)
+    for each in (torch.int8, torch.float8_e4m3fn):
+        check_attention(kernels, "cpu", dtype, *MIXED, heads, kv_heads, width, block_size, window, cache_dtype=each)
+
+
+def test_float8_is_stored_to_the_nearest(kernels: CpuKernels) -> None:
+    operations.check_float8_store(kernels, "cpu")
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])

@@ -57,8 +57,15 @@ def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: in
     operations.check_rotate(kernels, DEVICE, dtype, tokens, width, half)
 
 
-def test_an_int8_cache_is_refused(kernels: CudaKernels) -> None:
-    operations.check_int8_cache_is_refused(kernels)
+@pytest.mark.parametrize("dtype", SLOWER)
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_attention_over_a_rounded_cache(kernels: CudaKernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    check_attention(kernels, DEVICE, dtype, [1, 7, 20], [70, 7, 33], 6, 2, 64, 16, 37, cache_dtype=cache_dtype)
+    check_attention(kernels, DEVICE, dtype, [1], [520], 3, 1, 64, 16, None, cache_dtype=cache_dtype)
+
+
+def test_float8_is_stored_to_the_nearest(kernels: CudaKernels) -> None:
+    operations.check_float8_store(kernels, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

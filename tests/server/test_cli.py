@@ -65,7 +65,7 @@ def test_an_interrupt_while_modules_are_imported_ends_it_as_later(tmp_path: Path
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--dtype", "int3"], "bfloat16"),
-        (["serve", "--kv-cache-dtype", "int2"], "--kv-cache-dtype is 'int2'; choose one of auto, int8"),
+        (["serve", "--kv-cache-dtype", "int2"], "--kv-cache-dtype is 'int2'; choose one of auto, int8, fp8"),
         (["serve", "--max-model-len", "0"], "--max-model-len"),
         (["serve", "--max-num-batched-tokens", "4q"], "'4q' is not a number of tokens"),
         (["serve", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens is 8, less than --max-num-seqs (256)"),

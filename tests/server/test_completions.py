@@ -298,3 +298,16 @@ def test_error_raises_the_right_exception(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-9", prompt="x")
     assert unknown.value.code == "model_not_found"
+
+
+def test_infer_is_a_prompt_and_a_text(server: LiveServer, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    """The id is the body's, else the header's, which is repeated in any case; what is wrong is named."""
+    answer = server.client.post("/infer", json={"prompt": "Hello"}, headers={"X-Request-Id": "abc-1"})
+    assert answer.json() == {"text": TEXT, "request_id": "abc-1"} and answer.headers["x-request-id"] == "abc-1"
+    assert (engine.requests[-1].params.max_tokens, engine.requests[-1].params.temperature) == (100, 0.7)
+    answer = server.post("/infer", prompt="Hello", max_tokens=2, temperature=0, request_id="mine")
+    assert answer.json()["request_id"] == "mine" and answer.headers["x-request-id"] not in ("", "mine")
+    assert engine.requests[-1].params.max_tokens == 2
+    for body, param in (({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": "a", "max_tokens": 0}, "max_tokens")):
+        refused = server.post("/infer", **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

@@ -58,6 +58,7 @@ from headway.kernels.weights import NF4
 INT8, WIDE_INT8, INT4 = np.uint8(0), np.int8(0), np.uint32(0)
 GROUPS4, GROUPS8, FLOAT8, FLOAT4 = np.int32(0), np.uint64(0), np.float64(0), np.complex64(0)
 NORMAL4, WIDENED = np.complex128(0), np.int64(0)
+FLOAT8_UNIT = np.float32(256)  # numbers of FLOAT8 are multiplied as so many times less
 # FLOAT4's codes are multiplied as these integers.
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu.arithmetic import TILE_TOKENS, WIDE_INT8, arithmetic_of
+from headway.kernels.cpu.arithmetic import FLOAT8, FLOAT8_UNIT, TILE_TOKENS, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import HEADER_WORDS, ITEM_WORDS, MERGE_WORDS, SPLIT
 from headway.kernels.cpu.chunks import (
     ARRANGED,
@@ -378,7 +378,7 @@ def _attend(
 
 
 @compiled()
-def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_sums):
+def _finish(kind, geometry, width, item, head, room, unit, out, partial_out, partial_sums):
     """Write a tile's result, or, if it is a part of a split, its unnormalised values, maximum and sum."""
     heads, partial = geometry[0], item[6]
     group = heads // geometry[1]
@@ -388,7 +388,7 @@ def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_s
         source = room.out + row * out_width * 4
         if partial < 0:
             target = ((item[1] + row // group) * heads + query_head) * width
-            factor = _ONE / load(room.sums, row, FLOAT32)
+            factor = unit / load(room.sums, row, FLOAT32)
             for d in range(width):
                 store(out, target + d, load(source, d, FLOAT32) * factor, kind)
         else:
@@ -400,7 +400,7 @@ def _finish(kind, geometry, width, item, head, room, out, partial_out, partial_s
 
 
 @compiled()
-def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
+def _merge(kind, merge, head, heads, width, unit, out, partial_out, partial_sums):
     """Join the parts of a split context, in the order in which a tile that is not split does."""
     token, shared, first, stride, own, own_first, own_stride = merge
     into = (first if shared > 0 else own_first) * heads + head
@@ -412,7 +412,7 @@ def _merge(kind, merge, head, heads, width, out, partial_out, partial_sums):
             partial_out + into * width * 4, partial_out + place * width * 4, width, best, total,
             load(partial_sums, 2 * place, FLOAT32), load(partial_sums, 2 * place + 1, FLOAT32),
         )  # fmt: skip
-    factor = _ONE / total
+    factor = unit / total
     for d in range(width):
         store(out, (token * heads + head) * width + d, load(partial_out, into * width + d, FLOAT32) * factor, kind)
 
@@ -427,6 +427,7 @@ def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
     """Every tile of a plan, then its merges; queries and results of `kind` over a cache of cache_kind."""
     integer = cache_kind is WIDE_INT8
     x_kind = kind if arithmetic_of(cache_kind).inputs == 2 and not integer else FLOAT32
+    unit = FLOAT8_UNIT if cache_kind is FLOAT8 else _ONE  # of values, as they are multiplied
 
     def attend(a: int) -> None:
         plan = arg(a, 0)
@@ -458,7 +459,7 @@ def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
                     kind, x_kind, cache_kind, integer, geometry, layout, item, head, query, sinks, of_first, cache,
                     tables, scale, cap, tiles, room,
                 )  # fmt: skip
-                _finish(kind, geometry, value_width, item, head, room, out, partial_out, partial_sums)
+                _finish(kind, geometry, value_width, item, head, room, unit, out, partial_out, partial_sums)
                 take_ticket(tickets(a, 1))
                 ticket = take_ticket(tickets(a, 0))
             give_back(memory)
@@ -477,7 +478,7 @@ def attend_job(kind: Any, cache_kind: Any, on_tiles: bool) -> int:
                 )  # fmt: skip
                 first = ticket % kv_heads * (heads // kv_heads)
                 for head in range(first, first + heads // kv_heads):
-                    _merge(kind, merge, head, heads, value_width, out, partial_out, partial_sums)
+                    _merge(kind, merge, head, heads, value_width, unit, out, partial_out, partial_sums)
                 ticket = take_ticket(tickets(a, 2))
 
     return job(attend)

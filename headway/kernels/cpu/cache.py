@@ -6,7 +6,7 @@ word is one element of a key, or two where the kind's words are pairs. Values: [
 two.
 Elsewhere a block is plainly [token, element], and attention arranges what it needs as it goes.
 
-An int8 cache has a float32 scale for each token and head beside it.
+An int8 cache has a float32 scale for each token and head beside it; one of FLOAT8 has none.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from headway.kernels.cpu.arithmetic import WIDE_INT8, arithmetic_of
+from headway.kernels.cpu.arithmetic import FLOAT8, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.ir import LANES
-from headway.kernels.cpu.simd import FLOAT32, larger, load, nearest, read_int64, store, write_rounded
+from headway.kernels.cpu.simd import FLOAT32, larger, load, nearest, read_int64, store, store_float8, write_rounded
 from headway.kernels.cpu.team import arg, job, once_per_kind, take_rows
 
 _ZERO, _LARGEST = np.float32(0), np.float32(127)
@@ -63,7 +63,7 @@ STORE = struct.Struct("16q")
 def store_job(kind: Any, cache_kind: Any) -> int:
     """Write keys and values of tokens to their slots. An int8 cache rounds them, by a scale for each token and head."""
     inputs = arithmetic_of(cache_kind).inputs
-    is_integer = cache_kind is WIDE_INT8
+    is_integer, is_float8 = cache_kind is WIDE_INT8, cache_kind is FLOAT8
     byte = np.int8(0)
 
     def rows(a: int) -> None:
@@ -96,6 +96,13 @@ def store_job(kind: Any, cache_kind: Any) -> int:
                         for d in range(width):
                             to = value_place(arranged, inputs, width, offset, d)
                             write_rounded(values + at, to, nearest(load(value, source_value + d, kind) * factor), byte)
+                    elif is_float8:
+                        for d in range(width):
+                            to = key_place(arranged, inputs, width, offset, d)
+                            store_float8(keys + at, to, load(key, source_key + d, kind))
+                        for d in range(width):
+                            to = value_place(arranged, inputs, width, offset, d)
+                            store_float8(values + at, to, load(value, source_value + d, kind))
                     else:
                         for d in range(width):
                             to = key_place(arranged, inputs, width, offset, d)

@@ -15,7 +15,7 @@ from headway.kernels.cpu import attention as cpu_attention
 from headway.kernels.cpu import cache as cpu_cache
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu import sampling as cpu_sampling
-from headway.kernels.cpu.arithmetic import ALL_KINDS, WIDE_INT8, arithmetic_of
+from headway.kernels.cpu.arithmetic import ALL_KINDS, FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
 from headway.kernels.cpu.choice import Way, choice_for
@@ -37,7 +37,7 @@ from headway.kernels.weights import SILU, Gate, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
 _MOST_PROGRAMS = 128
-CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8}
+CACHE_KINDS = {**KINDS, torch.int8: WIDE_INT8, torch.float8_e4m3fn: FLOAT8}
 
 
 class CpuKernels(FurtherKernels):
@@ -211,7 +211,8 @@ class CpuKernels(FurtherKernels):
             *layout, value_width, at_query, step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
             *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first),
-            *(_tiles_of(width) if on_tiles else (0, 0)), scale, softcap or 0.0,
+            *(_tiles_of(width) if on_tiles else (0, 0)),
+            scale * (float(FLOAT8_UNIT) if dtypes[1] == torch.float8_e4m3fn else 1.0), softcap or 0.0,
         )  # fmt: skip
         self._team.run(code, cpu_attention.ATTEND, arguments)
         return out

@@ -103,6 +103,31 @@ def round_to_bfloat16(builder: Any, value: Any) -> Any:
 
 
 @emitted
+def store_float8(builder: Any, address: int64, index: int64, value: float32) -> None:
+    """Write a float32 as element index of the e4m3fn memory at address: to nearest even, at most 448; NaN stays NaN."""
+
+    def whole(number: int) -> ir.Constant:
+        return ir.Constant(I32, number)
+
+    def unary(name: str, x: Any) -> Any:
+        return builder.call(declare(builder, f"llvm.{name}.f32", F32, [F32]), [x])
+
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    least = declare(builder, "llvm.minnum.f32", F32, [F32, F32])
+    size = builder.call(least, [unary("fabs", value), ir.Constant(F32, 448.0)])
+    bits = builder.bitcast(size, I32)
+    odd = builder.and_(builder.lshr(bits, whole(20)), whole(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, whole(0x7FFFF))), whole(20))
+    normal = builder.sub(rounded, whole(120 << 3))  # the exponents' biases are 127 and 7
+    small = builder.fptosi(unary("nearbyint", builder.fmul(size, ir.Constant(F32, 512.0))), I32)
+    code = builder.select(builder.fcmp_ordered("<", size, ir.Constant(F32, 2.0**-6)), small, normal)
+    code = builder.select(is_nan, whole(0x7F), code)
+    sign = builder.and_(builder.lshr(builder.bitcast(value, I32), whole(24)), whole(0x80))
+    pointer = builder.gep(builder.inttoptr(address, I8.as_pointer()), [index])
+    builder.store(builder.trunc(builder.or_(code, sign), I8), pointer)
+
+
+@emitted
 def read_int32(builder: Any, address: int64, index: int64) -> int64:
     """Element index of the int32 memory at address, as int64."""
     pointer = builder.gep(builder.inttoptr(address, I32.as_pointer()), [index])

@@ -26,22 +26,42 @@ _LATENT_HEADS = 16
 
 
 @triton.jit
-def _attend(scores, v, seen, softcap, best, total, result, CAPPED: tl.constexpr):
-    """The running maximum, sum and result with some keys more, of which each row has seen some."""
+def _attend(scores, v, v_scale, seen, softcap, best, total, result, CAPPED: tl.constexpr):
+    """The running maximum, sum and result with some keys more, of which each row has seen some.
+
+    v_scale is what 1 stands for in each row of v, or None.
+    """
     if CAPPED:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     scores = tl.where(seen, scores, -1.0e30)
     better = tl.maximum(best, tl.max(scores, axis=1))
     weights = tl.where(seen, tl.exp(scores - better[:, None]), 0.0)
     decay = tl.exp(best - better)
+    total = total * decay + tl.sum(weights, axis=1)
+    if v_scale is not None:
+        weights = weights * v_scale[None, :]
     result = result * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return better, total * decay + tl.sum(weights, axis=1), result
+    return better, total, result
 
 
 @triton.jit
 def _load(at, mask, WIDEN: tl.constexpr):
     numbers = tl.load(at, mask=mask, other=0.0)
     if WIDEN:
+        numbers = numbers.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _from_cache(at, mask, like, CACHE: tl.constexpr, WIDEN: tl.constexpr):
+    """Numbers of the cache in the type of `like`; of an int8 cache without their scales."""
+    numbers = tl.load(at, mask=mask, other=0)
+    if CACHE == "fp8":  # as float16 with the same bits, which is 256 times less
+        bits = ((numbers.to(tl.int16) << 8) >> 1) & -16385
+        numbers = (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(like.dtype)
+    elif CACHE == "int8":
+        numbers = numbers.to(like.dtype)
+    elif WIDEN:
         numbers = numbers.to(tl.float32)
     return numbers
 
@@ -129,14 +149,15 @@ def _store(
 
 @triton.jit
 def _attention_kernel(
-    query, keys, values, tables, query_start, context_lens, sinks, out, partial_out, partial_max, partial_sum,
+    query, keys, values, key_scales, value_scales, tables, query_start, context_lens, sinks,
+    out, partial_out, partial_max, partial_sum,
     common_parts, common_queries, common_tokens,
     scale, softcap, query_stride, table_stride, window, of_first, of_first_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CACHE_HEADS: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, FIRST: tl.constexpr,
-    COMMON: tl.constexpr, PARTS: tl.constexpr,
+    COMMON: tl.constexpr, PARTS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile to its split of a context.
 
@@ -192,9 +213,14 @@ def _attention_kernel(
         at, there, is_first = _positions_of(key, begin, end, ahead, context, KEYS, FIRST)
         of_query = _for_keys(q, first_at + dim[None, :], row_dims, is_first, FIRST, WIDEN)
         of_sequence = tables + sequence.to(tl.int64) * table_stride
-        place = _place_of(of_sequence, at, there, kv_head, CACHE_HEADS, BLOCK_SIZE) * whole
-        k = _load(keys + place[None, :] + dim[:, None], there[None, :] & has_dim[:, None], WIDEN)
+        row = _place_of(of_sequence, at, there, kv_head, CACHE_HEADS, BLOCK_SIZE)
+        place = row * whole
+        k = _from_cache(keys + place[None, :] + dim[:, None], there[None, :] & has_dim[:, None], q, CACHE, WIDEN)
         scores = tl.dot(of_query, k, input_precision="ieee")
+        v_scale = None
+        if CACHE == "int8":
+            scores = scores * tl.load(key_scales + row, mask=there, other=0.0)[None, :]
+            v_scale = tl.load(value_scales + row, mask=there, other=0.0)
         if REST > 0:
             # A latent, whose first part is the values too.
             v = tl.trans(k)
@@ -203,11 +229,11 @@ def _attention_kernel(
             of_rest = _for_keys(q_rest, first_at + WIDTH + rest[None, :], row_rests, is_first, FIRST, WIDEN)
             scores += tl.dot(of_rest, k_rest, input_precision="ieee")
         else:
-            v = _load(values + place[:, None] + dim[None, :], there[:, None] & has_dim[None, :], WIDEN)
+            v = _from_cache(values + place[:, None] + dim[None, :], there[:, None] & has_dim[None, :], q, CACHE, WIDEN)
         seen = there[None, :] & (at[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & ((at[None, :] > position[:, None] - window) | is_first)
-        best, total, result = _attend(scores * scale, v, seen, softcap, best, total, result, CAPPED)
+        best, total, result = _attend(scores * scale, v, v_scale, seen, softcap, best, total, result, CAPPED)
     of_rows = token_index * HEADS + head
     part = split
     if COMMON == "all":
@@ -239,6 +265,16 @@ def _merge_kernel(
     tl.store(out + row * WIDTH + dim, result.to(out.dtype.element_ty), mask=dim < WIDTH)
 
 
+def numbers_of(cache: LayerCache) -> tuple[str, Tensor, Tensor, Tensor, Tensor]:
+    """What kernels call the kind of a cache's numbers; keys, values and their scales, or any tensor for these."""
+    if cache.key_scales is not None and cache.value_scales is not None:
+        return "int8", cache.keys, cache.values, cache.key_scales, cache.value_scales
+    if cache.keys.dtype == torch.float8_e4m3fn:
+        keys, values = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
+        return "fp8", keys, values, keys, values
+    return "plain", cache.keys, cache.values, cache.keys, cache.values
+
+
 def count_splits(
     step: StepGeometry, window: int | None, kv_heads: int, tiles: int, multiprocessors: int, sequences: int = 0
 ) -> int:
@@ -253,18 +289,21 @@ def count_splits(
     return max(1, min(wanted, seen // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
 
 
-def tile_sizes(group: int, width: int, max_query_len: int, itemsize: int) -> tuple[int, int, int]:
+def tile_sizes(
+    group: int, width: int, max_query_len: int, itemsize: int, rounded: bool = False
+) -> tuple[int, int, int]:
     """(rows of a tile, keys at a time, warps of a program); an element has itemsize bytes.
 
     tl.dot wants at least 16 rows; more pay only where queries are many. float32 is multiplied without tensor cores, its
-    operands in registers: a larger tile spills kilobytes a thread, memory for which the pool has left no room.
+    operands in registers: a larger tile spills kilobytes a thread, memory for which the pool has left no room. Numbers
+    of a rounded cache need registers to be widened.
     """
     is_half = itemsize == 2
     rows = max(16, triton.next_power_of_2(group))
-    rows = max(rows, min(64 if is_half else 32, triton.next_power_of_2(group * max_query_len)))
+    rows = max(rows, min(64 if is_half else 16 if rounded else 32, triton.next_power_of_2(group * max_query_len)))
     if not is_half:
         return rows, 16, 8
-    return (rows, 64, 4) if width <= 128 else (rows, 32, 8)
+    return (rows, 64, 8 if rounded and rows > 16 else 4) if width <= 128 else (rows, 32, 8)
 
 
 def attention(
@@ -284,14 +323,16 @@ def attention(
     if tokens == 0:
         return out
     longest = 1 if cache.is_latent else step.max_query_len  # rows of a latent are long, and registers few
-    rows, keys, warps = tile_sizes(group, width, longest, query.element_size())
+    kind, *numbers = numbers_of(cache)
+    of_dtype = query.element_size(), kind != "plain"
+    rows, keys, warps = tile_sizes(group, width, longest, *of_dtype)
     tiles = triton.cdiv(step.max_query_len, rows // group)
     splits = count_splits(step, sliding_window, kv_heads, tiles, multiprocessors)
     # A program over latents has one token. A window has left most of what is common.
     common = None if cache.is_latent or sliding_window is not None or first is not None else step.common
     shared = 0
     if common is not None:
-        of_all = tile_sizes(group, width, tokens, query.element_size())
+        of_all = tile_sizes(group, width, tokens, *of_dtype)
         all_tiles = triton.cdiv(len(common.queries), of_all[0] // group)
         shared = count_splits(step, None, kv_heads, all_tiles, multiprocessors, sequences=1)
     parts = splits + shared
@@ -307,7 +348,7 @@ def attention(
     def launch(tiles: int, count: int, splits: int, sizes: tuple[int, int, int], of_common: str) -> None:
         # Only the first number of a grid may exceed 65,535.
         _attention_kernel[(tiles, count, kv_heads * splits)](
-            query, cache.keys, cache.values, step.block_tables, step.query_start, step.context_lens,
+            query, *numbers, step.block_tables, step.query_start, step.context_lens,
             None if of_common == "all" else sinks, out, partial_out, partial_max, partial_sum,
             *((None, None, None) if common is None else (common.parts, common.queries, common.tokens)),
             scale, softcap or 0.0, query.stride(0), step.block_tables.stride(0),
@@ -316,7 +357,8 @@ def attention(
             WIDTH=width, WIDTH_PADDED=width_padded, REST=rest, REST_PADDED=max(16, triton.next_power_of_2(rest)),
             BLOCK_SIZE=block_size, ROWS=sizes[0], TOKENS=sizes[0] // group, KEYS=sizes[1], SPLITS=splits,
             WINDOWED=sliding_window is not None, CAPPED=softcap is not None, WIDEN=widen,
-            FIRST=0 if first is None else first.num_keys, COMMON=of_common, PARTS=parts, num_warps=sizes[2],
+            FIRST=0 if first is None else first.num_keys, COMMON=of_common, PARTS=parts, CACHE=kind,
+            num_warps=sizes[2],
         )  # fmt: skip
 
     launch(tiles, step.num_sequences, splits, (rows, keys, warps), "no" if common is None else "own")

@@ -30,7 +30,7 @@ from headway.kernels.interface import (
     StepGeometry,
     check_heads,
 )
-from headway.kernels.reference import ReferenceGatedLinear, TorchKernels, check_unscaled
+from headway.kernels.reference import ReferenceGatedLinear, TorchKernels
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
 
 if TYPE_CHECKING:
@@ -201,17 +201,23 @@ class CudaKernels(TorchKernels):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D], strided along T or not, to their slots [T]."""
-        check_unscaled(cache, self.name)
         check_heads("key", key)
         check_heads("value", value)
         tokens, kv_heads, width = key.shape
         if tokens == 0:
             return
+        sizes = {"KV_HEADS": kv_heads, "BLOCK_SIZE": cache.keys.shape[2], "WIDTH": width}
+        sizes |= {"PADDED": triton.next_power_of_2(width), "num_warps": 1}
+        kind, keys, values, *scales = cuda_attention.numbers_of(cache)
+        if kind != "plain":
+            cuda_rows.store_rounded_kernel[(tokens, kv_heads)](
+                key, key.stride(0), value, value.stride(0), keys, values, *scales, slots, CACHE=kind, **sizes
+            )
+            return
         value = key if cache.is_latent else value  # which is then the same numbers in the same places
         cuda_rows.store_kernel[(tokens, kv_heads)](
-            key, key.stride(0), value, value.stride(0), cache.keys, cache.values, slots, KV_HEADS=kv_heads,
-            BLOCK_SIZE=cache.keys.shape[2], WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
-        )  # fmt: skip
+            key, key.stride(0), value, value.stride(0), keys, values, slots, **sizes
+        )
 
     def attention(
         self,
@@ -267,5 +273,5 @@ class CudaKernels(TorchKernels):
         if device.type == "cuda":
             pair = pair.pin_memory()
         read, write = pair.to(device, non_blocking=True)
-        for blocks in (tensor for cache in caches for tensor in cache.tensors):
+        for blocks in (tensor.view(torch.uint8) for cache in caches for tensor in cache.tensors):
             blocks.index_copy_(0, write, blocks.index_select(0, read))

@@ -92,6 +92,51 @@ def rotate_kernel(
 
 
 @triton.jit
+def _float8(x):
+    """Numbers of float32 as bytes of e4m3fn, to nearest even and at most 448; NaN stays NaN."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = (
+        (bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20
+    ) - 960  # the exponents' biases are 127 and 7, 8 codes for each
+    small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # a sum whose last bit counts ones
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def _store_rounded(source, to, scale_to, mask, live, CACHE: tl.constexpr):
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if CACHE == "int8":
+        largest = tl.max(tl.abs(x), axis=0)
+        rounded = x * tl.where(largest > 0.0, 127.0 / largest, 0.0) + 12582912.0
+        tl.store(to, (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8), mask=mask)
+        tl.store(scale_to, largest / 127.0, mask=live)
+    else:
+        tl.store(to, _float8(x).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_rounded_kernel(
+    key, key_stride, value, value_stride, keys, values, key_scales, value_scales, slots,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Do as store_kernel for a cache of "int8" with scales [N, G, B], or of bytes of "fp8"."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, PADDED)
+    slot = tl.load(slots + token)
+    mask = (dim < WIDTH) & (slot >= 0)
+    place = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    at, live = place * WIDTH + dim, slot >= 0
+    _store_rounded(key + token * key_stride + head * WIDTH + dim, keys + at, key_scales + place, mask, live, CACHE)
+    _store_rounded(
+        value + token * value_stride + head * WIDTH + dim, values + at, value_scales + place, mask, live, CACHE
+    )
+
+
+@triton.jit
 def store_kernel(
     key, key_stride, value, value_stride, keys, values, slots,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,

@@ -1,11 +1,11 @@
-"""POST /v1/completions: text that goes on from a prompt."""
+"""POST /v1/completions and /infer: text that goes on from a prompt."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headway.outputs.choices import Piece
-from headway.server.api.answers import Answer, written
+from headway.server.api.answers import Answer, encode, written
 from headway.server.api.choices import ScoredToken, ServedChoice, scored, scored_tokens
 from headway.server.api.schemas import CompletionBody
 from headway.server.generation import Generation
@@ -88,3 +88,16 @@ class CompletionAnswer(Answer):
             "top_logprobs": written(None if token is None else self._top(token) for token in tokens),
             "text_offset": offsets,
         }
+
+
+class InferAnswer(CompletionAnswer):
+    """A text, and what its request is called."""
+
+    def __init__(
+        self, generation: Generation, body: CompletionBody, model: str, tokenizer: Tokenizer, request_id: str
+    ) -> None:
+        super().__init__(generation, body, model, tokenizer)
+        self._request_id = request_id
+
+    def _render(self) -> bytes:
+        return encode({"text": self.generation.choices[0].text, "request_id": self._request_id})

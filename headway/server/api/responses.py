@@ -206,6 +206,11 @@ class Tokens(BaseModel):
     token_strs: list[str] | None
 
 
+class Inferred(BaseModel):
+    text: str
+    request_id: str
+
+
 class Text(BaseModel):
     prompt: str
 

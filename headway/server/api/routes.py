@@ -26,7 +26,7 @@ from headway.server.api.answers import Answer
 from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
-from headway.server.api.completions import CompletionAnswer
+from headway.server.api.completions import CompletionAnswer, InferAnswer
 from headway.server.api.handover import handover_of
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
@@ -47,6 +47,7 @@ from headway.server.api.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    InferBody,
     RerankBody,
     ScoreBody,
     TokenIds,
@@ -56,6 +57,7 @@ from headway.server.api.schemas import (
 from headway.server.api.serving import Streamed, read, read_unless_full, serve
 from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
+from headway.server.edge.edge import REQUEST_ID
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.errors import bad_request
@@ -69,6 +71,7 @@ from headway.server.service import Service
 BODIES = (
     CompletionBody,
     ChatBody,
+    InferBody,
     MessagesBody,
     CountBody,
     ResponsesBody,
@@ -126,6 +129,7 @@ class Routes:
             ("/v1/chat/completions", self.chat_completions, responses.ChatCompletion, ChatBody),
         ):
             add("POST", path, handler, {"model": answer, **of_generation}, _GENERATING, body(kind))
+        add("POST", "/infer", self.infer, responses.Inferred, _GENERATING, body(InferBody))
         add("POST", "/tokenize", self.tokenize, responses.Tokens, _WORKING, body(TokenizeText, TokenizeChat))
         add("POST", "/detokenize", self.detokenize, responses.Text, _WORKING, body(DetokenizeBody))
         add("GET", "/v1/models", self.models, responses.ModelList, responses.errors(401, 503))
@@ -168,6 +172,14 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         return await self.generate(request, await read_unless_full(self._service, request, ChatBody))
+
+    async def infer(self, request: Request) -> Response:
+        """A text for a prompt, without any other field."""
+        asked = await read_unless_full(self._service, request, InferBody)
+        completion = CompletionBody(prompt=asked.prompt, max_tokens=asked.max_tokens, temperature=asked.temperature)
+        name = asked.request_id or request.scope[REQUEST_ID]
+        about = self._service.settings.served_model_names[0], self._service.tokenizer, name
+        return await self.generate(request, completion, lambda made: InferAnswer(made, completion, *about))
 
     async def generate(
         self, request: Request, body: CompletionBody | ChatBody, shape: Callable[[Generation], Streamed] | None = None

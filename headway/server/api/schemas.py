@@ -294,6 +294,15 @@ class CompletionBody(GenerationBody):
         return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
 
 
+class InferBody(Body):
+    """POST /infer: the least that asks for a text."""
+
+    prompt: str = said("What is continued.", ...)
+    max_tokens: Int | None = said("Tokens of the text at most; default 100.", 100)
+    temperature: float | None = said("Randomness, from 0 (the likeliest token) to 100; default 0.7.", 0.7)
+    request_id: str | None = said("What the answer calls the request; default its header x-request-id.", max_length=128)
+
+
 class Message(Body):
     """A message, as a client wrote it or as an answer contained it, with all the fields of answers."""
 
