@@ -36,12 +36,12 @@ class LoRARequest:
 
     @property
     def stamp(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Differs where the folder may hold something else than before. Raises ValueError where it cannot be read."""
+        """Differs where the folder may hold something else than before."""
         try:
             found = (path.stat() for path in sorted(Path(self.lora_path).iterdir()) if path.name.startswith("adapter_"))
             return self.lora_path, tuple((each.st_mtime_ns, each.st_size) for each in found)
-        except OSError as error:
-            raise ValueError(f"adapter {self.lora_path} cannot be read ({error.strerror})") from None
+        except OSError:  # what is wrong is said when it is read
+            return self.lora_path, ()
 
 
 @dataclass(slots=True)

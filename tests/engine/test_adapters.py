@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from headway import LLM, LoRARequest, SamplingParams
+from headway import LLM, AsyncLLM, LoRARequest, SamplingParams
 from headway.llm import BeamSearchParams
 from headway.models.config import ModelError
 from headway.simulator.recording import read_recordings
@@ -157,6 +158,39 @@ def test_a_folder_that_changed_before_its_slot_was_filled_ends_those_who_wait(
     with pytest.raises(ValueError, match="the folder has changed since it was loaded; load it again"):
         llm.generate([PROMPTS[0]], GREEDY, lora_request=LoRARequest("a", 1, str(tmp_path / "a")))
     assert llm.generate([PROMPTS[0]], GREEDY)[0].finished
+
+
+def test_many_calls_of_an_engine_in_a_process_of_its_own(home: Path, expected: list[list[list[int]]]) -> None:
+    async def run() -> None:
+        async with AsyncLLM(
+            str(home / "base"), skip_tokenizer_init=True, enable_lora=True, max_loras=2, **OPTIONS
+        ) as llm:
+
+            async def tokens(number: int, at: int) -> list[int]:
+                async for output in llm.generate(
+                    {"prompt_token_ids": PROMPTS[at]}, GREEDY, lora_request=asked(home, number)
+                ):
+                    found = output.outputs[0].token_ids
+                return found
+
+            pairs = [(number, at) for number in (0, 1, NUM_ADAPTERS) for at in range(len(PROMPTS))]
+            for (number, at), found in zip(
+                pairs, await asyncio.gather(*(tokens(*pair) for pair in pairs)), strict=True
+            ):
+                assert found == expected[number][at]
+            with pytest.raises(ValueError, match="there is no such folder"):
+                async for _ in llm.generate(
+                    {"prompt_token_ids": [5]}, GREEDY, lora_request=LoRARequest("x", 9, "/none")
+                ):
+                    pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=pytest.mark.gpu) for graphs in (True, False)])
+def test_on_a_gpu(make: Any, home: Path, expected: list[list[list[int]]], graphs: bool) -> None:
+    llm = make(max_loras=2, device="cuda", num_threads=None, enforce_eager=not graphs, gpu_memory_utilization=0.5)
+    check(llm, home, expected, list(range(NUM_ADAPTERS + 1)))
 
 
 def test_what_cannot_be_served_is_one_line(make: Any, home: Path) -> None:
