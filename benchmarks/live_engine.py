@@ -38,7 +38,8 @@ class LiveEngine:
         batch, context, prompt: the most that will be asked of it.
         device: cpu or cuda.
         cache_tokens: of the pool; None: for so many sequences with such a context or prompt.
-        ranks: processes that share the model, and the threads.
+        ranks: processes that share each layer, and with those of all `stages` the threads.
+        whole_experts: these processes have whole experts.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class LiveEngine:
         device: str = "cpu",
         cache_tokens: int | None = None,
         ranks: int = 1,
+        stages: int = 1,
+        whole_experts: bool = False,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -70,6 +73,8 @@ class LiveEngine:
                 max_prefill_stall_ms=math.inf,
                 num_threads=threads,
                 tensor_parallel_size=ranks,
+                pipeline_parallel_size=stages,
+                enable_expert_parallel=whole_experts,
             )
             engine = build_engine(settings)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns

@@ -190,6 +190,22 @@ def test_stages_that_cannot_be_are_one_line(
         part_of(ModelConfig.from_folder(folder_of(case)), Share(stages=stages))
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2_moe"])
+def test_who_joins_which_rows_changes_no_bit(
+    folder_of: Callable[[str], Path], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, and however prompts are cut."""
+    found = []
+    for divided in (1, 8 * tiny.BASE["hidden_size"], 1 << 60):
+        monkeypatch.setattr("headway.kernels.cpu.ranks._DIVIDED", divided)
+        for run in EXECUTIONS.values():
+            first, *_ = of_parts(
+                folder_of(case), 2, lambda decoder, run=run: run(decoder, PROMPTS), dtype=torch.bfloat16
+            )
+            found.append(torch.cat(first))
+    assert all(torch.equal(found[0], each) for each in found)
+
+
 def test_what_cannot_be_shared_is_refused_in_one_line(folder_of: Callable[[str], Path]) -> None:
     config = replace(ModelConfig.from_folder(folder_of("qwen3_next")), heads_by_turns=True)
     with pytest.raises(ModelError, match=r"^tensor_parallel_size is 2, but ranks cannot share .* by turns, .*made of$"):
