@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -39,7 +40,9 @@ def deploy(
     try:
         read = read_deploy_file(file)
         if simulate:
-            return _simulate(read, context.args)
+            files = {"service-classes": settings.service_classes, "tenants": settings.tenants}
+            given = [f"--{name}={each.path}" for name, each in files.items() if each is not None]
+            return _simulate(read, given + context.args)
         if context.args:
             fail(f"there is no option {context.args[0]}; see headway deploy --help-all")
         require_engine()
@@ -72,15 +75,16 @@ def _simulate(file: DeployFile, further: list[str]) -> None:
         )
     for each in file.deployments:
         arguments, left_out = _arguments(each, file.gateway.routing)
-        print(f"{each.name}:", f"without {', '.join(left_out)}" if left_out else "", flush=True)
-        simulator(arguments + further, prog_name="headway simulate", standalone_mode=False)
+        print(f"{each.name}{f' without {shlex.join(left_out)}' if left_out else ''}:", flush=True)
+        if code := simulator(arguments + further, prog_name="headway simulate", standalone_mode=False):
+            raise typer.Exit(code)
 
 
 def _arguments(deployment: Deployment, routing: str) -> tuple[list[str], list[str]]:
     """What the simulator is told of a deployment, and the flags of its servers that mean nothing to it."""
     from headway.simulator.options import SimulateOptions
 
-    known = {name for kind in (SimulateOptions,) for name in _options_of(kind)}
+    known = set(_options_of(SimulateOptions))
     flags = {flag: flag.partition("=")[0].replace("--no-", "--") for flag in deployment.flags}
     rule = deployment.rule
     arguments = [deployment.model, f"--replicas={rule.least}", f"--routing={routing}"]
