@@ -161,7 +161,8 @@ def zipf(arguments: argparse.Namespace) -> dict[str, float]:
         core = llm.engine.core
         assert core.adapters is not None
         digests = [core.adapters.find(str(path)).result().digest for path in paths]
-        draw, results = random.Random(0), {}
+        draw = random.Random(0)
+        results: dict[str, Any] = {}
         weights = [1 / rank**arguments.exponent for rank in range(1, len(digests) + 1)]
         for kind in ("base", "zipf"):
             due, dues = time.monotonic_ns(), []

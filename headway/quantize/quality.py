@@ -108,7 +108,7 @@ def settings(options: QualityOptions, model: str, pooled: dict[int, str]) -> Ite
         ValueError: there is no such scheme, or no such type.
     """
     weights = _known("--quantization", options.quantizations, QUANTIZATIONS)
-    caches = _known("--kv-cache-dtype", options.kv_cache_dtypes, KV_CACHE_DTYPES)
+    caches = _known("--kv-cache-dtype", options.kv_cache_dtypes, tuple(KV_CACHE_DTYPES))
     for quantization in weights:
         for cache in caches:
             yield Setting(quantization, model, quantization, cache)

@@ -497,8 +497,3 @@ def check_ledger(sequence: Sequence) -> None:
     ledger = sequence.ledger
     assert all(isinstance(ns, int) and ns >= 0 for ns in ledger.phases_ns.values())
     assert sum(ledger.phases_ns.values()) == ledger.last_ns - ledger.began_ns
-
-
-def some_pooling(rng: random.Random, share: float = 0.25) -> PoolingParams | None:
-    """A vector of either kind for this share of requests; else None."""
-    return PoolingParams(rng.choice(["last", "mean"])) if rng.random() < share else None

@@ -16,7 +16,8 @@ from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.orders import AGEING_NS
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Status
-from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
+from tests.policy.pooled import some_pooling
+from tests.policy.simulation import Simulation, check_ledger, random_classes
 from tests.policy.test_drafts import Drafting
 from tests.policy.test_swap import preempt
 

@@ -380,8 +380,9 @@ class Routes:
         return _json({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
-        served = [*self._service.settings.served_model_names, *self._service.engine.adapters.values()]
-        return _json({"object": "list", "data": [self._service.card(each) for each in served]})
+        card, engine = self._service.card, self._service.engine
+        cards = [card(name) for name in self._service.settings.served_model_names]
+        return _json({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
