@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.engine.executor import EngineFault
 from headway.engine.messages import AdapterFound
 from headway.models.config import ModelError
 from headway.policy.cache.adapters import AdapterLoad
@@ -43,6 +44,7 @@ class Adapters:
 
     Attributes:
         slots: the slot of each known sequence with an adapter, by seq_id.
+        loading: adapters on the way into slots, by digest.
     """
 
     def __init__(self, model: AdaptedModel, most_in_memory: int) -> None:
@@ -51,6 +53,7 @@ class Adapters:
         self._kept: OrderedDict[str, Adapter] = OrderedDict()  # only the thread touches it
         self._thread = ThreadPoolExecutor(1, "headway-adapters", initializer=torch.set_num_threads, initargs=(1,))
         self.slots: dict[int, int] = {}
+        self.loading: dict[str, Future[None]] = {}
 
     def find(self, path: str) -> Future[Adapter]:
         """Begin to read a folder; the future's ValueError is one line for the user."""
@@ -72,9 +75,24 @@ class Adapters:
         """Whether a folder with this adapter was found."""
         return digest in self._paths
 
-    def load(self, wanted: AdapterLoad) -> Future[None]:
-        """Begin to fill a slot that no sequence uses; the future's ValueError is one line for the user."""
-        return self._thread.submit(self._fill, wanted)
+    def begin(self, loads: list[AdapterLoad]) -> None:
+        """Begin to fill slots that no sequence uses, and take out what has begun."""
+        while loads:
+            wanted = loads.pop(0)
+            self.loading[wanted.digest] = self._thread.submit(self._fill, wanted)
+
+    def take_loaded(self) -> list[tuple[str, str]]:
+        """The loads that have ended: the digest, and one line for the user where the adapter could not be had.
+
+        Raises:
+            EngineFault: one has failed, and no adapter is at fault.
+        """
+        ended = [(digest, self.loading.pop(digest)) for digest in list(self.loading) if self.loading[digest].done()]
+        for _, load in ended:
+            error = load.exception()
+            if error is not None and not isinstance(error, ValueError):
+                raise EngineFault(f"an adapter could not be loaded: {error!r}") from error
+        return [(digest, str(load.exception() or "")) for digest, load in ended]
 
     def _fill(self, wanted: AdapterLoad) -> None:
         adapter = self._kept.get(wanted.digest)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from headway.engine.counts import StepCounts, Stepped
 from headway.engine.drafter import Speculator
 from headway.engine.endings import UNSERVED, why_unserved
-from headway.engine.executor import EngineFault, Executor, StepOutcome
+from headway.engine.executor import Executor, StepOutcome
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
 from headway.engine.unready import POLL_MS, Unready
-from headway.policy.cache.adapters import AdapterLoad
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
@@ -65,7 +63,6 @@ class EngineCore:
         self._beams: BeamSearches | None = None  # made with the first of them
         self.unready = Unready()
         self.adapters: Adapters | None = None
-        self._loading: dict[str, Future[None]] = {}  # adapters on the way to slots, by digest
         self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
@@ -213,15 +210,17 @@ class EngineCore:
             self._queue_ready()
         outputs, self._pending = self._pending, []
         self._stepped = None
-        if self._loading:
-            outputs += self._take_loaded()
+        if self.adapters is not None and self.adapters.loading:
+            outputs += self._take_loaded(self.adapters)
         if self.speculator is not None:
             self.speculator.propose()
         plan = self.scheduler.schedule(self._clock())
         self._wait_until_ns = plan.wait_until_ns
         slots = self.scheduler.sequences.slots
-        if slots is not None and (slots.loads or self._loading):
-            self._begin_loads(slots.loads, bool(plan.scheduled))
+        if slots is not None and slots.loading and self.adapters is not None:
+            self.adapters.begin(slots.loads)
+            if not plan.scheduled:  # the next step comes when one may be there
+                self._wait_until_ns = self._clock() + POLL_MS * 1_000_000
         for seq_id in plan.expired:
             outputs.append(self._output(self._sequences[seq_id], []))
         for seq_id in plan.preempted:
@@ -251,24 +250,12 @@ class EngineCore:
         self._stepped = Stepped(plan, outcome, changed)
         return outputs
 
-    def _begin_loads(self, loads: list[AdapterLoad], runs: bool) -> None:
-        """Begin the loads, and take them out. Where nothing runs, the next step comes when one may be there."""
-        assert self.adapters is not None, "only requests with known adapters are queued"
-        while loads:
-            wanted = loads.pop(0)
-            self._loading[wanted.digest] = self.adapters.load(wanted)
-        if not runs:
-            self._wait_until_ns = self._clock() + POLL_MS * 1_000_000
-
-    def _take_loaded(self) -> list[SequenceOutput]:
+    def _take_loaded(self, adapters: Adapters) -> list[SequenceOutput]:
         """Tell the scheduler which adapters are in their slots; end those who wait for one that cannot be had."""
         outputs: list[SequenceOutput] = []
-        for digest in [digest for digest, load in self._loading.items() if load.done()]:
-            error = self._loading.pop(digest).exception()
-            if error is not None and not isinstance(error, ValueError):
-                raise EngineFault(f"an adapter could not be loaded: {error!r}") from error
-            failed = self.scheduler.adapter_loaded(digest, self._clock(), error is None)
-            outputs += [self._output(sequence, [], None, str(error)) for sequence in failed]
+        for digest, error in adapters.take_loaded():
+            failed = self.scheduler.adapter_loaded(digest, self._clock(), not error)
+            outputs += [self._output(sequence, [], None, error) for sequence in failed]
         return outputs
 
     def _gather(self, outcome: StepOutcome) -> None:
