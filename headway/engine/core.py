@@ -164,7 +164,7 @@ class EngineCore:
         """
         if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
             self._pending.append(dropped)
-        if self.offload is not None and index == -1:
+        if self.offload is not None and request_id not in self.unready:
             self.offload.forget(request_id)
         if self._beams is not None and request_id in self._beams:
             told = self._beams.abort(request_id, self._clock())
