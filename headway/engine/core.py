@@ -54,7 +54,7 @@ class EngineCore:
         steps: when they are planned and run; None for one after the other.
 
     Attributes:
-        hooks: what takes part in steps: a Speculator, Handovers, Offload, AdapterLoads, and each beam search that is under way.
+        hooks: what takes part in steps: a Speculator, Handovers, Offload, AdapterLoads, each beam search under way.
         unready: requests that wait for their grammars, or for what another engine has computed.
         adapters: those that requests may have; None where there are none.
     """

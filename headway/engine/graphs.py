@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.engine.families import Families
 from headway.engine.layout import BlockTables, ModelInput
-from headway.kernels.families import CommonParts, Family, common_parts
+from headway.kernels.families import LEAST_COMMON, CommonParts, Family, common_parts
 from headway.kernels.interface import StepGeometry
 from headway.policy.step.plan import ScheduledSequence, SequenceState
 
@@ -124,7 +124,8 @@ class DecodeBuffers:
         self._numbers.send()
         self._lens.send()
         self._take_tables(rows, int(blocks.max(initial=-1)) + 1)
-        parts = self._take_common(rows, positions) if count > 1 else 0
+        is_long = count > 1 and max(positions) >= LEAST_COMMON
+        parts = self._take_common(rows, positions) if is_long else 0
         return ModelInput(self._numbers.tensor[0, :size], self._geometry(size, parts), self._all_rows[:count])
 
     def _take_tables(self, rows: list[int], most: int) -> None:

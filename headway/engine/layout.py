@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.families import Families
-from headway.kernels.families import CommonParts, Family, common_parts
+from headway.kernels.families import LEAST_COMMON, CommonParts, Family, common_parts
 from headway.kernels.host import to_device
 from headway.kernels.interface import StepGeometry
 from headway.policy.cache.kv_groups import PASSED
@@ -171,7 +171,8 @@ class StepLayout:
         count = len(tokens)
         repeatable = count <= self._most_repeated
         kind = tuple(lengths), tuple(samples)
-        families = self.families.of(rows, contexts, lengths) if len(rows) > 1 else ()
+        is_long = longest > LEAST_COMMON and len(rows) > 1
+        families = self.families.of(rows, contexts, lengths) if is_long else ()
         if not repeatable:
             numbers, last_rows = self._copied(tokens + positions + slots, last)
             block_tables = to_device(self.tables.array[rows, :most], self._device)

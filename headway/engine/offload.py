@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,8 @@ from headway.policy.step.scheduler import Scheduler
 
 _HEADER = struct.Struct("16s32sQ32s")  # a mark, the page's name, bytes of its content, and their SHA-256
 _MARK = b"headway kvpage 1"
-_ENDING = ".kv"
+_ENDING, _DRAFT = ".kv", ".draft"
+_ABANDONED_S = 3600.0
 _MEASURED_PAGES = 8
 # Host memory for blocks on their way.
 _STAGED_BYTES, _LEAST_STAGED = 256 << 20, 64
@@ -98,6 +99,9 @@ class FolderStore:
             for path in folder.glob(f"*/*{_ENDING}"):
                 with suppress(FileNotFoundError):  # another server may have deleted it
                     found.append((path.stat().st_mtime_ns, path, path.stat().st_size))
+            for draft in self._own.glob("*" + _DRAFT):  # of a server that was killed
+                if time.time() - draft.stat().st_mtime > _ABANDONED_S:
+                    draft.unlink(missing_ok=True)
             probe = self._own / f".{os.getpid()}"
             probe.write_bytes(b"")
             probe.unlink()
@@ -131,7 +135,7 @@ class FolderStore:
 
     def write(self, name: bytes, page: bytes) -> None:
         path = self._path(name)
-        draft = path.with_suffix(f".{os.getpid()}")
+        draft = path.with_suffix(f".{os.getpid()}{_DRAFT}")
         try:
             draft.write_bytes(page)
             draft.replace(path)
@@ -233,9 +237,9 @@ class Loading(Future[None]):
         pages: what was read, from the first page that was asked for on.
     """
 
-    def __init__(self, request_id: str, first: int, names: list[bytes], wait_ns: float) -> None:
+    def __init__(self, salt: str, first: int, names: list[bytes], wait_ns: float) -> None:
         super().__init__()
-        self.request_id, self.first, self.names = request_id, first, names
+        self.salt, self.first, self.names = salt, first, names
         self.pages: list[memoryview] = []
         self._due_ns = time.monotonic_ns() + wait_ns
 
@@ -264,11 +268,12 @@ class Offload(StepHooks):
         assert scheduler.host is not None
         self._store, self._host, self._pool = store, host, scheduler.host
         self._writes = True
-        self._reader = ThreadPoolExecutor(1, "headway-kv-read")
         self._overdue: Loading | None = None
         self._loading: dict[str, Loading] = {}
+        self._incoming: queue.SimpleQueue[Loading] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[tuple[bytes, int, Tensor]] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, daemon=True, name="headway-kv-write").start()
+        for name, work in (("read", self._read_all), ("write", self._write_all)):
+            threading.Thread(target=work, daemon=True, name=f"headway-kv-{name}").start()
         host.keep = self._keep
         step_time = scheduler.accounting.step_time
         decided = scheduler.blocks, scheduler.host, step_time, store.is_kept, store.may_have
@@ -303,14 +308,17 @@ class Offload(StepHooks):
             return None
         if request.params.prompt_logprobs is not None or (self._overdue is not None and self._overdue.is_late):
             return None
-        first, names, wait_ns = self.policy.wanted(
-            request.prompt_token_ids, cache_key(request.cache_salt, request.adapter)
-        )
+        salt = cache_key(request.cache_salt, request.adapter)
+        first, names, wait_ns = self.policy.wanted(request.prompt_token_ids, salt)
         if not names:
             return None
-        loading = self._loading[request.request_id] = Loading(request.request_id, first, names, wait_ns)
-        self._reader.submit(self._read, loading)
+        loading = self._loading[request.request_id] = Loading(salt, first, names, wait_ns)
+        self._incoming.put(loading)
         return loading
+
+    def _read_all(self) -> None:
+        while True:
+            self._read(self._incoming.get())
 
     def _read(self, loading: Loading) -> None:
         began = time.monotonic_ns()
@@ -341,6 +349,8 @@ class Offload(StepHooks):
         if loading.is_late:
             self._overdue = loading
             self._pool.counts["late"] += 1
+            return
+        if sequences[0].cache_salt != loading.salt or sequences[0].swapped is not None:
             return
         host_blocks = self.policy.loaded(sequences[0], loading.first, len(loading.pages))
         self._host.arrived.update(zip(host_blocks, loading.pages, strict=False))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway import LLM
+from headway.engine.families import Families
 from headway.engine.graphs import DecodeBuffers
 from headway.engine.layout import StepLayout
 from headway.kernels.families import LEAST_COMMON, Family, common_parts
 from headway.policy.step.plan import ScheduledSequence, SequenceState, TableChange
 from headway.policy.step.sampling_params import SamplingParams
+from tests.engine.models import write_config
 
 CPU, SIZE, LONGEST, SEATS = torch.device("cpu"), 64, 2048, 12
 numbers = itertools.count()
@@ -118,3 +123,23 @@ def test_graphs_have_the_parts_at_one_place(count: int) -> None:
     again = buffers.lay_out([decode(each) for each in live], live)
     assert again is not None and again.geometry.common is not None
     assert again.geometry.common.parts.data_ptr() == common.parts.data_ptr()
+
+
+def test_requests_in_company_say_what_they_say_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, though attention reads their first tokens once for all."""
+    folder = write_config(tmp_path, max_position_embeddings=1024)
+    llm = LLM(folder, skip_tokenizer_init=True, load_format="dummy", device="cpu", kv_cache_memory=8 << 20)
+    common = [(7 * at) % 500 + 5 for at in range(600)]
+    prompts = [{"prompt_token_ids": common + [50 + number] * (3 + 9 * number)} for number in range(5)]
+    params, found, of = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), [], Families.of
+
+    def noted(self: Families, *arguments: list[int]) -> Sequence[Family]:
+        found.append(of(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Families, "of", noted)
+    alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    assert not found
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert together == alone
+    assert any(len(family.sequences) == 5 and min(family.common) == 592 for each in found for family in each)

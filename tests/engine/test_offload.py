@@ -20,6 +20,7 @@ from headway.engine.build import EngineError
 from headway.engine.messages import AddRequest
 from headway.engine.offload import FolderStore, Offload, packed, unpacked
 from headway.policy.cache.offload import LoadTime, page_names, root_name
+from headway.policy.cache.swap import SwapSpace
 from headway.policy.step.sampling_params import SamplingParams
 from tests.engine.models import write_config
 
@@ -54,6 +55,8 @@ def engine(folder: str, target: object, **settings: object) -> LLM:
     for offload in llm.engine.core.hooks:
         assert isinstance(offload, Offload)
         offload.policy.load_time = LoadTime(1e-6, 1e-6)
+        host = llm.engine.core.scheduler.host
+        host.space = SwapSpace(host.space.num_blocks)
         llm.engine.core.scheduler.accounting.step_time.prefill_ns = lambda tokens, start: 1e9  # type: ignore[method-assign]
     return llm
 
