@@ -83,7 +83,7 @@ def configurations(least: int = 0, words: int = STEP_WORDS, other_words: int = 0
             own_words = other_words or words if tile in (_TOKENS[1], _WEIGHTS[1]) else words
             table[tokens, 16 + 2 * tile] = 4 * own_words if tile in _TOKENS else VECTOR_BYTES
             table[tokens, 48 + tile] = own_words if tile in _WEIGHTS else tokens
-    # Of two threads that come first, one would otherwise drop the table whose address the other one has.
+    # If two threads come first, both get the same table: code keeps the address of one that would be dropped otherwise.
     return int(_kept.setdefault((least, words, other_words), table).ctypes.data)
 
 
