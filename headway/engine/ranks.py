@@ -28,11 +28,11 @@ from headway.engine.memory import Groups, bytes_per_block
 from headway.engine.runner import Runner
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
 from headway.kernels.cpu.kernels import CpuKernels
-from headway.kernels.cpu.rank_board import RankBoard
+from headway.kernels.cpu.rank_board import MOST_RANKS, RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
 from headway.kernels.interface import Kernels, KernelTime
 from headway.kernels.ranks import Share
-from headway.models.config import ModelConfig
+from headway.models.config import ModelConfig, ModelError
 from headway.models.sharding import part_of
 from headway.policy.step.plan import StepPlan
 
@@ -108,6 +108,10 @@ class Followers:
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         self.count = config.ranks
+        if self.count > MOST_RANKS:
+            raise ModelError(
+                f"tensor_parallel_size times pipeline_parallel_size is {self.count}; there can be {MOST_RANKS} ranks"
+            )
         self._parts = [part_of(model, share_of(config, number)) for number in range(self.count)]
         self._config, self._timeout_s = config, config.rank_timeout
         self.fault, self.serves = "", False

@@ -226,6 +226,16 @@ def test_a_model_that_ranks_cannot_share_starts_no_process(tmp_path: Path) -> No
     assert psutil.Process().children(recursive=True) == before
 
 
+def test_more_ranks_than_there_can_be_are_one_line(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.engine.ranks.MOST_RANKS", 1)
+    with pytest.raises(
+        ValueError, match=r"^tensor_parallel_size times pipeline_parallel_size is 2; there can be 1 ranks$"
+    ):
+        LLM(str(folders("llama")), tensor_parallel_size=2, load_format="dummy", device="cpu")
+
+
 def test_a_rank_that_dies_while_it_loads_is_one_line(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def configurations(least: int = 0, words: int = STEP_WORDS, other_words: int = 0
         words: words of a step, STEP_WORDS or fewer.
         other_words: those of the second tile of tokens and the second of weights, where they differ.
     """
-    table = _kept[least, words, other_words] = np.zeros((TILE_ROWS + 1, 64), np.uint8)
+    table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[0, :8].view(np.int64)[0] = least
     table[1:, 0] = 1
     for tokens in range(1, TILE_ROWS + 1):
@@ -83,7 +83,8 @@ def configurations(least: int = 0, words: int = STEP_WORDS, other_words: int = 0
             own_words = other_words or words if tile in (_TOKENS[1], _WEIGHTS[1]) else words
             table[tokens, 16 + 2 * tile] = 4 * own_words if tile in _TOKENS else VECTOR_BYTES
             table[tokens, 48 + tile] = own_words if tile in _WEIGHTS else tokens
-    return int(table.ctypes.data)
+    # If two threads come first, both get the same table: code keeps the address of one that would be dropped otherwise.
+    return int(_kept.setdefault((least, words, other_words), table).ctypes.data)
 
 
 @compiled()

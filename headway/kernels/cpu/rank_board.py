@@ -32,9 +32,6 @@ _MESSAGE_BYTES = 1 << 20
 HEADER_BYTES = _MESSAGE_AT + _MESSAGE_BYTES
 # A rank looks for some microseconds, then lets others have the core while it looks on for a few milliseconds.
 _LOOKS, _YIELDING_LOOKS = 1000, 6000
-# Within a step, a rank that waits longer lets others have the core every so many looks: a core may have two threads, of
-# which the other one works, and system calls would take much from it.
-_PAUSES = 16
 _SLEEP_MS = 500  # after which a rank looks whether rank 0 is still there
 _sched_yield = external("sched_yield", "int32")
 
@@ -52,10 +49,10 @@ def _await(board, rank, other, what, least):
         looks += 1
         if looks == _LOOKS:
             write_shared(_address(board, rank, _AWAITS), other + 1)
-        if looks > _LOOKS and looks % _PAUSES == 0:
-            _sched_yield()
-        else:
+        if looks < _LOOKS:
             pause()
+        else:
+            _sched_yield()
     if looks >= _LOOKS:
         write_shared(_address(board, rank, _AWAITS), 0)
 
