@@ -206,7 +206,7 @@ def test_an_engine_without_room_keeps_nothing_and_says_so(folder: str) -> None:
     ("settings", "said"),
     [
         ({"tensor_parallel_size": 2, "num_threads": 2}, "several ranks are not handed over"),
-        ({"record_steps": "x"}, "leave record_steps out"),
+        ({"record_steps": "/dev/null"}, "leave record_steps out"),
         ({"swap_space": 0.0}, "has no room"),
         ({"kv_transfer_host": "192.0.2.1"}, "where this server cannot listen"),
         ({"model": "hybrid"}, "states of recurrent layers are not handed over"),
