@@ -21,6 +21,7 @@ import torch
 from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
+from headway.engine.core import StepsInOrder
 from headway.engine.messages import AddRequest
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -37,7 +38,8 @@ class LiveEngine:
         batch, context, prompt: the most that will be asked of it.
         device: cpu or cuda.
         cache_tokens: of the pool; None: for so many sequences with such a context or prompt.
-        ranks: processes that share the model, and the threads.
+        ranks: processes that share each layer, and with those of all `stages` the threads.
+        whole_experts: these processes have whole experts.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class LiveEngine:
         device: str = "cpu",
         cache_tokens: int | None = None,
         ranks: int = 1,
+        stages: int = 1,
+        whole_experts: bool = False,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -69,6 +73,8 @@ class LiveEngine:
                 max_prefill_stall_ms=math.inf,
                 num_threads=threads,
                 tensor_parallel_size=ranks,
+                pipeline_parallel_size=stages,
+                enable_expert_parallel=whole_experts,
             )
             engine = build_engine(settings)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
@@ -105,6 +111,15 @@ class LiveEngine:
             yield
         finally:
             self.runner.decodes = decodes
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Submit no step while another runs, until the context ends."""
+        steps, self._core.steps = self._core.steps, StepsInOrder(self._core.scheduler, self._core.executor)
+        try:
+            yield
+        finally:
+            self._core.steps = steps
 
     def prefill(self, tokens: int, budget_s: float) -> list[float]:
         """Seconds of steps with one prompt each, for about so long."""

@@ -24,6 +24,7 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
+from headway.engine.offload import Offload
 from headway.policy.cache.offload import LoadTime
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -87,8 +88,8 @@ def first_token_ms(core: EngineCore, name: str, tokens: list[int]) -> float:
 
 def measure(core: EngineCore, lengths: list[int], rounds: int) -> list[Case]:
     """Both ways for a prompt of each length; of each the median counts."""
-    offload, blocks, host = core.offload, core.scheduler.blocks, core.scheduler.host
-    assert offload is not None and host is not None
+    (offload,), blocks, host = core.hooks, core.scheduler.blocks, core.scheduler.host
+    assert isinstance(offload, Offload) and host is not None
     policy, cases = offload.policy, []
     true = policy.load_time
     for number in range(24):  # the engine learns how long its steps take

@@ -53,7 +53,9 @@ def speeds(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, floa
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of a stage")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--whole-experts", action="store_true", help="deal experts out whole to ranks")
     parser.add_argument("--threads", type=int, default=2, help="of one rank, and of all ranks together")
     parser.add_argument("--context", type=int, default=256, help="of decodes, in tokens")
     parser.add_argument("--points", nargs="+", default=[f"{what}:{size}" for what, size in POINTS])
@@ -65,10 +67,12 @@ def main(argv: list[str] | None = None) -> None:
     batch = max((size for what, size in points if what == "decode"), default=1)
     prompt = max((size for what, size in points if what == "prefill"), default=1)
     sizes = SHAPES[args.shape], batch, args.context, prompt, args.threads
-    engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks)}
+    more = {"stages": args.stages, "whole_experts": args.whole_experts}
+    engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks, **more)}
     found = measure(engines, points, args.context, args.rounds, args.budget)
     rows = speeds(found)
-    print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {args.ranks} ranks")
+    ranks = args.ranks * args.stages
+    print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {ranks} ranks")
     for point, row in rows.items():
         spread = f"{row['least']:.2f} to {row['most']:.2f}"
         print(f"{point:>12} {row['one']:8.2f} {row['ranks']:8.2f}   {row['speed']:.2f} of the speed ({spread})")

@@ -4,7 +4,7 @@
     python -m benchmarks.schemes --speed --llama-cpp PYTHON   # speed, on a quiet machine; it is added to the result
 
 Perplexity is that of texts which the model itself writes: there, the logarithm of a change is the divergence from the
-model (Kullback and Leibler). With a TEXT, it is that of windows of it, as in benchmarks.perplexity. Checkpoints are
+model (Kullback and Leibler). With a TEXT, it is that of windows of it, as of `headway bench quality`. Checkpoints are
 made once, in benchmarks/checkpoints/schemes. Without --llama-cpp, which quantises GGUF files, their rows are left
 out. For speed, all engines are in one process and take turns: a decode of 384 tokens at batch 1, and 8 prompts of 512
 tokens.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,13 +27,13 @@ from typing import Any
 from benchmarks.exports import quantized_gguf
 from benchmarks.gguf_checkpoint import write_gguf_of
 from benchmarks.machine import RESULTS, heading, own_file, save
-from benchmarks.perplexity import mean_logs, read, row
 from benchmarks.weights import CHECKPOINTS
 from headway import LLM, SamplingParams
 from headway.bundled import NAME, STORY
 from headway.kernels.cpu.linear import PackedLinear
 from headway.models.decoder import AttentionWeights, DenseMLP
 from headway.quantize.calibration import Calibration, windows, written
+from headway.quantize.quality import changed, mean_logs, read
 from headway.quantize.run import quantize
 from headway.quantize.schemes import Recipe
 from headway.text.tokenizer import Tokenizer
@@ -144,11 +145,11 @@ def perplexities(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         llm = engine(case, calibration, arguments.llama_cpp, arguments.tokens + 1)
         logs = mean_logs(llm, prompts)
         plain = plain or logs
-        found = row("", "", logs, plain)
+        change, error = changed(logs, plain)
         size = packed_bytes(llm)
         del llm
         gc.collect()
-        values = {"perplexity": found.perplexity, "change": found.change, "standard_error": found.standard_error}
+        values = {"perplexity": math.exp(-statistics.fmean(logs)), "change": change, "standard_error": error}
         yield {"label": case.label, "bytes": size, **values}
 
 

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.perplexity import read
 from headway import LLM, SamplingParams
 from headway.bundled import STORY
 from headway.files import write_files
 from headway.quantize.calibration import windows, written
+from headway.quantize.quality import read
 from headway.text.tokenizer import Tokenizer
 
 _RESULTS = Path(__file__).parent / "results" / "sinks.json"

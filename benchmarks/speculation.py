@@ -10,7 +10,9 @@ greedily, beside the bundled draft.
 
 With `--acceptance`, a draft model computes as always, too, but each of its drafts is right by that chance: the text is
 `random`, and what is said is meaningless, so this is for speed alone. Beside the bundled model stands the bundled
-draft; beside another shape stands a draft of a tenth of it.
+draft; beside another shape stands a draft of a tenth of it. Several numbers of `--num-speculative-tokens` bound the
+drafts behind a token by turns. `--calibration`, an entry as `headway calibrate --output` writes, adds what the cost
+model predicts: the ratio at the best number of drafts up to the bound.
 
 It is one engine, to which nothing, n-grams or a draft model propose drafts by turns; the tokens must be the same.
 """
@@ -32,8 +34,14 @@ from benchmarks.machine import RESULTS, keep
 from benchmarks.rounds import Rounds, number, spread
 from headway import LLM, SamplingParams
 from headway.bundled import DRAFT, STORY
+from headway.calibration import store
+from headway.cost.config import read_shape
+from headway.cost.precision import Precision
+from headway.cost.speculative import tpot_s
+from headway.cost.timing import Deployment
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.sampler import Sampled
+from headway.policy.step.drafting import Drafting
 from headway.policy.step.plan import SequenceState, StepPlan
 from headway.policy.step.sampling_params import SamplingParams as Params
 from headway.policy.step.speculative_config import SpeculativeConfig
@@ -100,8 +108,8 @@ def saying(llm: LLM, texts: list[list[int]]) -> Iterator[None]:
 @contextmanager
 def right_by_chance(llm: LLM, texts: list[list[int]], acceptance: float) -> Iterator[None]:
     """Let a draft model say what follows in these texts, each token by this chance and else a wrong one."""
-    speculator, by_first = llm.engine.core.speculator, {text[0]: text for text in texts}
-    assert speculator is not None and speculator.model is not None
+    (speculator,), by_first = llm.engine.core.hooks, {text[0]: text for text in texts}
+    assert isinstance(speculator, Speculator) and speculator.model is not None
     model, chances = speculator.model, {}
     for first, text in by_first.items():
         rng = random.Random(f"{acceptance} {first}")
@@ -135,12 +143,39 @@ def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM
             (folder / name / "config.json").write_text(json.dumps(config))
         options |= {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "weight_cache": False}
         model, draft = str(folder / "model"), str(folder / "draft")
-    most = arguments.num_speculative_tokens
+    most = max(arguments.num_speculative_tokens)
     wanted = SpeculativeConfig(method="draft_model", model=draft, num_speculative_tokens=most)
     llm = LLM(model, speculative_config=wanted, **options)
-    core = llm.engine.core
-    ngram = Speculator(NgramDrafter(wanted), most, core.scheduler)
-    return llm, {"plain": None, "ngram": ngram, "draft": core.speculator}
+    scheduler, (speculator,) = llm.engine.core.scheduler, llm.engine.core.hooks
+    assert isinstance(speculator, Speculator) and speculator.model is not None
+    made: dict[str, Speculator | None] = {"plain": None}
+    made["ngram"] = Speculator(NgramDrafter(wanted), most, scheduler)
+    for bound in arguments.num_speculative_tokens:
+        speculator.model.measure(drafting := Drafting(bound))
+        made[_drafts(arguments, bound)] = Speculator(
+            NgramDrafter(wanted), bound, scheduler, model=speculator.model, drafting=drafting
+        )
+    return llm, made
+
+
+def _drafts(arguments: argparse.Namespace, bound: int) -> str:
+    """What drafts of the model are called, of which there are so many behind a token at most."""
+    return "draft" if len(arguments.num_speculative_tokens) == 1 else f"draft, at most {bound}"
+
+
+def predicted(arguments: argparse.Namespace, shape: str, acceptance: float, batch: int) -> dict[str, float]:
+    """The cost model's ratio of tokens per second, with drafts beside without, for each bound of their number."""
+    machine = store.load(arguments.calibration)
+    files = [json.loads((Path(folder) / "config.json").read_text()) for folder in (STORY, DRAFT)]
+    configs = files if shape == "story" else [SHAPES[shape], SHAPES[shape] | _DRAFT]
+    of_machine = Precision.of("bfloat16"), machine.hardware, machine.efficiency
+    model, draft = (Deployment(read_shape(each), *of_machine) for each in configs)
+    context = PROMPT_TOKENS + arguments.new_tokens // 2
+    taken = [
+        tpot_s(model, draft, batch, context, drafts, acceptance)
+        for drafts in range(max(arguments.num_speculative_tokens) + 1)
+    ]
+    return {_drafts(arguments, bound): taken[0] / min(taken[: bound + 1]) for bound in arguments.num_speculative_tokens}
 
 
 def rate(llm: LLM, prompts: list[Any], params: Params) -> tuple[dict[str, float], list[list[int]]]:
@@ -154,11 +189,15 @@ def rate(llm: LLM, prompts: list[Any], params: Params) -> tuple[dict[str, float]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    found = Rounds()
+    found, said = Rounds(), dict[str, dict[str, float]]()
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
             llm, speculators = engine(arguments, shape, Path(folder))
-            speculators = {name: speculators[name] for name in ("plain", *arguments.drafters)}
+            speculators = {
+                name: each
+                for name, each in speculators.items()
+                if name == "plain" or name.partition(",")[0] in arguments.drafters
+            }
             vocab = llm.engine.runner.vocab_size
             params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
             loads = [load for load in arguments.loads if shape == "story" or load != "story"]
@@ -171,7 +210,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                         prompts, texts = [_STORIES[index % len(_STORIES)] for index in range(batch)], []
                     name = f"{shape} {load} {batch}"
                     _one_load(found, name, llm, speculators, prompts, texts, load, params, arguments)
-    return {"values": found.values}
+                    if arguments.calibration is not None and not isinstance(load, str):
+                        said[name] = predicted(arguments, shape, load, batch)
+    return {"values": found.values, "predicted": said}
 
 
 def _one_load(
@@ -190,17 +231,17 @@ def _one_load(
     if not isinstance(load, str):
         chosen.pop("ngram", None)
     elif texts:  # a draft of random weights says nothing of given texts
-        chosen.pop("draft", None)
+        chosen = {name: each for name, each in chosen.items() if not name.startswith("draft")}
     if len(chosen) == 1:
         return
     for at in range(-arguments.warm_up, arguments.rounds):
         said = {}
         for drafter, speculator in chosen.items() if at % 2 else reversed(chosen.items()):
-            llm.engine.core.speculator = speculator
+            llm.engine.core.hooks = [] if speculator is None else [speculator]
             with ExitStack() as forced:
                 if texts:
                     forced.enter_context(saying(llm, texts))
-                if drafter == "draft" and not isinstance(load, str):
+                if drafter.startswith("draft") and not isinstance(load, str):
                     forced.enter_context(right_by_chance(llm, texts, load))
                 measured, said[drafter] = rate(llm, prompts, params)
             if at >= 0:
@@ -214,15 +255,17 @@ def _one_load(
 
 
 def table(content: dict[str, Any]) -> str:
-    found = Rounds(content["values"])
-    lines = ["| model, load, batch | drafts | plain tokens/s | with drafts | ratio (by round) |"]
-    lines.append("|---|---|---:|---:|---:|")
+    found, said = Rounds(content["values"]), content.get("predicted", {})
+    lines = ["| model, load, batch | drafts | plain tokens/s | with drafts | ratio (by round) | predicted |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
     for load, things in found.values.items():
-        for name in things.keys() - {"plain"}:
+        for name in [each for each in things if each != "plain"]:
             plain = found.compared(load, "plain", "tokens_per_s", name)
             drafted = found.compared(load, name, "tokens_per_s", name)
             ratio = spread(plain.ratio, plain.ratio_low, plain.ratio_high)
-            lines.append(f"| {load} | {name} | {number(plain.median)} | {number(drafted.median)} | {ratio} |")
+            expected = f"{said[load][name]:.2f}" if name in said.get(load, ()) else ""
+            rates = f"{number(plain.median)} | {number(drafted.median)}"
+            lines.append(f"| {load} | {name} | {rates} | {ratio} | {expected} |")
     return "\n".join(lines)
 
 
@@ -232,7 +275,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--drafters", choices=DRAFTERS, nargs="+", default=list(DRAFTERS))
     parser.add_argument("--loads", choices=(*LOADS, "story"), nargs="*", default=[*LOADS, "story"])
     parser.add_argument("--acceptance", type=float, nargs="*", default=[], help="set acceptances of a draft model")
-    parser.add_argument("--num-speculative-tokens", type=int, default=15)
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[15])
+    parser.add_argument("--calibration", type=Path, help="an entry as `headway calibrate --output` writes")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=7)

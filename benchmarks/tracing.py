@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.checkpoint import SHAPES
 from benchmarks.clients import HEADWAY, Load
 from benchmarks.machine import RESULTS, heading, own_file, save
@@ -33,6 +35,8 @@ from benchmarks.weights import write_weights
 
 OFF, KERNELS = "off", "kernels timed"
 SHARES = {"1 %": "0.01", "10 %": "0.1", "100 %": "1"}
+CPU = "cpu_ms"
+SHOWN = {**MEASURES, CPU: "processor time of a request, ms"}
 CONTESTANTS = (OFF, *SHARES, KERNELS)
 
 
@@ -77,8 +81,17 @@ def measured(server: Server, load: Load, tokenizer: Path, seed: int) -> dict[str
     if server.name == KERNELS:
         with server.awake():
             urllib.request.urlopen(urllib.request.Request(f"{server.url}/start_profile", b""), timeout=60).close()
+    began_s = _cpu_seconds(server)
     values = put_load(HEADWAY, server, load, tokenizer, seed)
-    return {key: values[key] for key in MEASURES}
+    used_s = _cpu_seconds(server) - began_s
+    return {key: values[key] for key in MEASURES} | {CPU: 1e3 * used_s / (load.prompts + load.warmups)}
+
+
+def _cpu_seconds(server: Server) -> float:
+    """The processor time of all its processes so far."""
+    root = psutil.Process(server.process_group)
+    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def table(rounds: Rounds) -> str:
@@ -87,7 +100,7 @@ def table(rounds: Rounds) -> str:
     for load, found in rounds.values.items():
         names = [name for name in CONTESTANTS if name in found]
         lines += [f"| {load} | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
-        for key, title in MEASURES.items():
+        for key, title in SHOWN.items():
             base = rounds.compared(load, OFF, key, OFF)
             cells = [spread(base.median, base.low, base.high)]
             for name in names[1:]:
@@ -111,7 +124,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds, losses: Losses) -> dic
         {"load": load, "traces": name, "measure": key} | asdict(rounds.compared(load, name, key, OFF))
         for load, found in rounds.values.items()
         for name in found
-        for key in MEASURES
+        for key in SHOWN
     ]
     died = {name: end.line for name, end in losses.died.items()}
     return heading(arguments) | {"died": died, "summary": summary, "values": rounds.values}

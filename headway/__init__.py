@@ -12,6 +12,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "ScoringRequestOutput",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         BeamSearchParams,
         CompletionOutput,
         EmbeddingRequestOutput,
+        LoRARequest,
         RequestOutput,
         ScoringRequestOutput,
     )
@@ -36,6 +38,7 @@ _HOMES = {
     "BeamSearchParams": "headway.llm",
     "CompletionOutput": "headway.llm",
     "EmbeddingRequestOutput": "headway.llm",
+    "LoRARequest": "headway.llm",
     "ScoringRequestOutput": "headway.llm",
     "RequestOutput": "headway.llm",
     "SamplingParams": "headway.policy.step.sampling_params",

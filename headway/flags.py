@@ -25,6 +25,7 @@ class Needs(StrEnum):
     RESTART = "restart"
     LOAD = "another load"  # of the clients; no server can change it
     HARDWARE = "other hardware"
+    MODEL = "another model"
 
 
 @dataclass(frozen=True, slots=True)

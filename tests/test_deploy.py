@@ -12,7 +12,8 @@ import pytest
 import typer.main
 import yaml
 
-from headway.cli import serve
+from headway.cli import deploy, serve
+from headway.gateway.deployed.file import read_deploy_file
 from headway.server.edge.edge import OPEN_PATHS
 from headway.server.settings import ServerSettings
 
@@ -71,3 +72,23 @@ def test_the_manifests_of_kubernetes() -> None:
     assert MANIFESTS["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     (key,) = container["env"]
     assert key["name"] == "HEADWAY_API_KEY" and MANIFESTS["Secret"]["stringData"].keys() == {"api-key"}
+
+
+def test_the_job_of_ray_deploys_a_file_that_is_read(tmp_path: Path) -> None:
+    """Its types are those of KubeRay's definition, which is not here: whoever changes it checks it against that."""
+    found = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "rayjob.yaml").read_text())}
+    path = tmp_path / "deploy.toml"
+    path.write_text(found["ConfigMap"]["data"]["deploy.toml"])
+    (deployment,) = read_deploy_file(str(path)).deployments
+    job = found["RayJob"]["spec"]
+    program, name, *words = shlex.split(job["entrypoint"])
+    context = typer.main.get_command(deploy.app).make_context(name, list(words), resilient_parsing=True)
+    assert program == "headway" and context.params["address"] == "auto" and not context.args
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    volumes = {each["name"]: each["configMap"]["name"] for each in head["volumes"]}
+    (mount,) = head["containers"][0]["volumeMounts"]
+    assert context.params["file"] == f"{mount['mountPath']}/deploy.toml"
+    assert volumes[mount["name"]] == found["ConfigMap"]["metadata"]["name"]
+    for group in job["rayClusterSpec"]["workerGroupSpecs"]:
+        cpus = float(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+        assert deployment.num_cpus <= cpus and deployment.rule.most <= group["maxReplicas"]

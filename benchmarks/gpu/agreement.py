@@ -64,7 +64,7 @@ def _engine(machine: Machine, config: dict[str, Any], dtype: str, by_torch: bool
     (folder / "config.json").write_text(json.dumps(config))
     kernels: AbstractContextManager[object] = nullcontext()
     if by_torch:
-        kernels = mock.patch("headway.engine.build.kernels_for", return_value=ReferenceKernels())
+        kernels = mock.patch("headway.engine.prepare.kernels_for", return_value=ReferenceKernels())
     defaults = {"kv_cache_memory": 1 << (24 if machine.small else 30), "max_model_len": 512 if machine.small else 2048}
     with kernels:
         return LLM(

@@ -65,7 +65,7 @@ PARTS = (
     Part("agreement", "the kernels beside plain torch, and tokens alone beside in company", 90, 60, shared=True),
     Part("tests", "the tests that need a GPU", 180, 60, _FOR_TESTS, shared=True, parity_tests=False),
     Part("kernels", "each kernel beside the limits", 120, 40),
-    Part("steps", "decodes and prompts of Llama-3.1-8B's shape", 120, 90),
+    Part("steps", "decodes and prompts of Llama-3.1-8B's shape", 150, 90),
     Part("calibration", "headway calibrate, for what the cost model predicts", 120, 120),
     Part("served", "headway serve and headway bench", 120, 120, needs=_FOR_SERVERS),
     Part("experiment", "loading, input, prefill, decode, output and memory by model", 200, 120, needs=_FOR_SERVERS),

@@ -68,12 +68,14 @@ def tasks(machine: Machine) -> Tasks:
     for batch, context in grid.decodes:
         fits = grid.cache_tokens(batch, context) <= room
         found[f"decode {batch} x {context}"] = partial(_decode, machine, grid, engine, batch, context, fits)
+        found[f"in order {batch} x {context}"] = partial(_in_order, machine, grid, engine, batch, context, fits)
         found[f"eager {batch} x {context}"] = partial(_eager, machine, grid, engine, batch, context, fits)
     for tokens in grid.prompts:
         found[f"prompt of {tokens}"] = partial(_prompt, machine, grid, engine, tokens)
     for batch, context in (grid.decodes[0], grid.decodes[-1]):
         fits = grid.cache_tokens(batch, context) <= room
         found[f"gaps {batch} x {context}"] = partial(_gaps, machine, engine, batch, context, fits)
+        found[f"gaps in order {batch} x {context}"] = partial(_gaps_in_order, machine, engine, batch, context, fits)
     return found
 
 
@@ -116,9 +118,15 @@ def _decode(machine: Machine, grid: Grid, engine: Engine, batch: int, context: i
     }  # fmt: skip
 
 
+def _in_order(machine: Machine, grid: Grid, engine: Engine, batch: int, context: int, fits: bool) -> Iterable[Row]:
+    """The same decode where each step is planned when the one before has ended."""
+    with engine().in_order():
+        yield from _decode(machine, grid, engine, batch, context, fits)
+
+
 def _eager(machine: Machine, grid: Grid, engine: Engine, batch: int, context: int, fits: bool) -> Iterable[Row]:
-    """The same decode with each kernel launched by itself."""
-    with engine().eager():
+    """The same decode, in order and with each kernel launched by itself."""
+    with engine().in_order(), engine().eager():
         yield from _decode(machine, grid, engine, batch, context, fits)
 
 
@@ -157,3 +165,8 @@ def _gaps(machine: Machine, engine: Engine, batch: int, context: int, fits: bool
         "launches": sum(each.count for each in kernels) / _PROFILED,
         "kernels": {each.key[:80]: each.self_device_time_total / 1e3 / _PROFILED for each in most},
     }  # fmt: skip
+
+
+def _gaps_in_order(machine: Machine, engine: Engine, batch: int, context: int, fits: bool) -> Iterable[Row]:
+    with engine().in_order():
+        yield from _gaps(machine, engine, batch, context, fits)

@@ -12,6 +12,7 @@ from headway.bench.client.load import LoadMode
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.max_rate import search
 from headway.bench.options import BenchOptions
+from headway.bench.repeats import repeat
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
@@ -62,7 +63,13 @@ async def carry_out(bench: Runner) -> int:
         BenchError: bad input, or nothing could be measured.
         Interrupted: before anything was measured.
     """
+    if bench.options.repeat_until:
+        if bench.options.find_max_rate or bench.options.sweep is not None:
+            raise BenchError("--repeat-until repeats a single load; leave out --sweep and --find-max-rate")
+        return await repeat(bench)
     if bench.options.find_max_rate:
+        if bench.options.stop_at:
+            raise BenchError("--stop-at would end the runs by which --find-max-rate decides; leave one of them out")
         return await search(bench)
     if bench.options.sweep is not None:
         return await _sweep(bench)
@@ -103,6 +110,8 @@ async def _sweep(bench: Runner) -> int:
         bench.save(*run, number=number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)
+        if "ended_early" in run[0].settings:
+            break
     if not runs:
         raise Interrupted
     print_runs(bench.out, runs, bench.options.claims)

@@ -12,7 +12,7 @@ from headway.flags import Flag
 from headway.load.endpoint import Api, Endpoint, lower_names
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import PERCENTILES
-from headway.load.option_values import json_object, key_values, parse_goodput, percentiles
+from headway.load.option_values import json_object, key_values, parse_goodput, parse_limits, parse_widths, percentiles
 from headway.load.request import PlannedRequest
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
@@ -20,6 +20,7 @@ from headway.load.workload.spec import WorkloadSpec
 _endpoint, _load = functools.partial(Flag, panel="Endpoint"), functools.partial(Flag, panel="Load")
 _numbers, _results = functools.partial(Flag, panel="Numbers"), functools.partial(Flag, panel="Results")
 
+_CHATS: dict[str, Api] = {"openai-chat": "chat", "openai-responses": "responses", "anthropic": "messages"}
 _APIS_OF_VECTORS: dict[str, Api] = {"openai-embeddings": "embeddings", "vllm-rerank": "rerank", "vllm-score": "score"}
 
 
@@ -33,9 +34,10 @@ class Target:
     backend: Annotated[
         str,
         _endpoint(
-            "openai-chat uses /v1/chat/completions, openai-embeddings /v1/embeddings, vllm-rerank /v1/rerank, "
-            "vllm-score /v1/score, the others /v1/completions.",
-            choices=("openai", "openai-chat", "vllm", "headway", *_APIS_OF_VECTORS),
+            "openai-chat uses /v1/chat/completions, openai-responses /v1/responses, anthropic /v1/messages, "
+            "openai-embeddings /v1/embeddings, vllm-rerank /v1/rerank, vllm-score /v1/score, the others "
+            "/v1/completions.",
+            choices=("openai", *_CHATS, "vllm", "headway", *_APIS_OF_VECTORS),
             common=True,
         ),
     ] = "openai"
@@ -101,7 +103,7 @@ class Target:
 
     @property
     def api(self) -> Api:
-        return _APIS_OF_VECTORS.get(self.backend, "chat" if self.backend == "openai-chat" else "completions")
+        return _APIS_OF_VECTORS.get(self.backend) or _CHATS.get(self.backend, "completions")
 
     @property
     def generates(self) -> bool:
@@ -110,7 +112,7 @@ class Target:
 
     @property
     def chat(self) -> bool:
-        return self.api == "chat"
+        return self.backend in _CHATS
 
     @property
     def tokenizer_name(self) -> str | None:
@@ -273,6 +275,25 @@ class BenchOptions:
             min=0.001,
         ),
     ] = 600.0
+    stop_at: Annotated[
+        dict[str, int],
+        _load(
+            "End a run, and a sweep with it, once so many requests have failed or are in flight: failures:20 or "
+            "in-flight:500, or both with a comma between them.",
+            parse=parse_limits,
+            metavar="KEY:N[,KEY:N]",
+        ),
+    ] = field(default_factory=dict)
+    repeat_until: Annotated[
+        dict[str, float],
+        _load(
+            "Repeat the run, each time with another seed, until the 95 % interval of each figure's mean is within so "
+            "many percent of it: ttft:5,throughput:2. Keys: ttft, tpot, itl, e2el (medians), throughput.",
+            parse=parse_widths,
+            metavar="KEY:PERCENT[,...]",
+        ),
+    ] = field(default_factory=dict)
+    max_repeats: Annotated[int, _load("Most runs of --repeat-until.", min=3, max=1000)] = 20
     find_max_rate: Annotated[
         bool, _load("Find the highest rate that meets --goodput.", "--find-max-rate", common=True)
     ] = False

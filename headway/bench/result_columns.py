@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.load.record import Failure, RequestRecord
 
-TIMES = ("scheduled_ns", "sent_ns", "connected_ns", "headers_ns", "end_ns")
+TIMES = ("scheduled_ns", "sent_ns", "connected_ns", "headers_ns", "answer_ns", "end_ns")
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 # Columns that are fields as they stand: the type of a value, and what a missing column stands for.

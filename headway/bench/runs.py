@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 from abc import ABC, abstractmethod
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from headway.bench.client.load import LoadMode
+from headway.bench.client.early import Limited
+from headway.bench.client.load import LoadListener, LoadMode
 from headway.bench.options import BenchOptions
 from headway.bench.report.live import LiveView
 from headway.bench.reporting import Reporting, Run
@@ -189,7 +191,16 @@ class Bench(Runner):
         probes = None if rate is None else probe_requests(workload, source, rate, made)
         last = workload.requests[-1].arrival_s if workload.requests[-1].follows is None else None
         generates = self.texts is None
-        with LiveView(self.progress, len(workload.requests), label, expected_s=last, generates=generates) as view:
+        limited: Limited | None = None
+        async with contextlib.AsyncExitStack() as stack:
+            view: LoadListener = stack.enter_context(
+                LiveView(self.progress, len(workload.requests), label, expected_s=last, generates=generates)
+            )
+            stop = self.stop
+            if self.options.stop_at:
+                view = limited = Limited(self.options.stop_at, view)
+                stop = limited.stop
+                await stack.enter_async_context(limited.also(self.stop))
             result = await self.session.measure(
                 workload,
                 settings=settings_of(self.options, self.session, load.spec, workload, load.max_concurrency, salt),
@@ -200,8 +211,10 @@ class Bench(Runner):
                 probes=probes,
                 duration_s=load.spec.duration_s,
                 drain_s=self.options.drain_timeout_s,
-                stop=self.stop,
+                stop=stop,
                 listener=view,
                 keep_text=self.options.output.detailed,
             )
+        if limited is not None and limited.reason:
+            result.settings["ended_early"] = limited.reason
         return result, self.summarise(result, workload)

@@ -103,7 +103,7 @@ class Session:
                 warm_ups=warm_ups,
                 duration_s=duration_s,
                 drain_s=drain_s,
-                as_messages=endpoint.api == "chat",
+                as_messages=endpoint.is_chat,
                 before_load=surroundings.begin,
                 stop=stop,
                 listener=listener,

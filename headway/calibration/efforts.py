@@ -53,6 +53,12 @@ _PROMPTS = ((64, 64), (64, 1024), (128, 512), (256, 256), (512, 512), (512, 2048
 _LOADS = tuple(AttentionLoad(1, context, n) for context, n in _DECODES) + tuple(
     AttentionLoad(tokens, context, 1) for tokens, context in _PROMPTS
 )
+# A GPU is full of work only then.
+_LARGE_LOADS = (
+    *_LOADS,
+    *(AttentionLoad(1, context, n) for context, n in ((1024, 32), (512, 128), (2048, 64))),
+    *(AttentionLoad(tokens, tokens, 1) for tokens in (2048, 4096)),
+)
 _NARROW, _MIDDLE = _layer(1024, 16, 4, 64, 3072), _layer(2048, 16, 8, 128, 8192)
 _WIDE, _WIDEST = _layer(4096, 32, 8, 128, 14336), _layer(8192, 64, 8, 128, 28672)
 EFFORTS = {
@@ -76,7 +82,9 @@ EFFORTS = {
     ("cpu", "full"): Effort(
         20, 0.12, _TOKENS, (_NARROW, _MIDDLE), _HEADS, _LOADS, batches=(1, 8, 32), peaks_share=0.35
     ),
-    ("cuda", "quick"): Effort(3, 0.03, (1, 16, 256), (_WIDE,), _HEADS[:2], _LOADS, pool=1024 * MIB, peaks_share=0.5),
-    ("cuda", "default"): Effort(20, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LOADS, pool=2048 * MIB),
-    ("cuda", "full"): Effort(60, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LOADS, pool=2048 * MIB),
+    ("cuda", "quick"): Effort(
+        3, 0.03, (1, 16, 256), (_WIDE,), _HEADS[:2], _LARGE_LOADS, pool=1024 * MIB, peaks_share=0.5
+    ),
+    ("cuda", "default"): Effort(20, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LARGE_LOADS, pool=2048 * MIB),
+    ("cuda", "full"): Effort(60, 0.05, _TOKENS, (_WIDE, _WIDEST), _HEADS, _LARGE_LOADS, pool=2048 * MIB),
 }

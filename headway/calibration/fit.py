@@ -28,6 +28,7 @@ Shapes = Callable[[int], ModelShape]
 Curve = tuple[tuple[int, float], ...]
 MAIN = ("bf16", "fp16", "fp32")  # the factor of the first that was measured counts for all other formats
 STEP_DTYPE = "bfloat16"
+ATTENTION = (Kind.DECODE, Kind.PROMPT)
 
 
 def fit(hardware: Hardware, samples: Sequence[Sample], kernel_call_s: float, shape: Shapes) -> Efficiency:
@@ -68,6 +69,7 @@ def predicted(hardware: Hardware, efficiency: Efficiency, piece: Piece, kernel_c
         factor = efficiency.linear_factor(piece.tokens, piece.format, hardware.arithmetic(piece.format))
         return efficiency.overlapped(compute, work.weight_bytes / memory + moved) * factor + gaps
     compute = compute / efficiency.attention_flops + piece.scores * efficiency.score_s
+    gaps += efficiency.attention_s if piece.kind in ATTENTION else 0.0
     return efficiency.overlapped(compute, moved + work.kv_read_bytes / (memory * efficiency.kv_bytes)) + gaps
 
 
@@ -124,7 +126,10 @@ def _linear(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], ker
 
 
 def _attention(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], kernel_call_s: float) -> Efficiency:
-    """Fit attention as reads of the cache, products and scores in turn. Reads and products never beat the machine."""
+    """Fit attention as a constant, reads of the cache, products and scores in turn.
+
+    Reads and products never beat the machine.
+    """
     columns, seconds = [], []
     for each in samples:
         work = each.piece.work
@@ -135,11 +140,12 @@ def _attention(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], 
                 work.kv_read_bytes / hardware.bytes_per_s,
                 work.flops / hardware.rate(each.piece.format),
                 each.piece.scores,
+                1.0,
             ]
         )
         seconds.append(max(each.median - rest, 0.1 * each.median))
-    cache, products, score_s = least_squares(columns, seconds, (1.0, 1.0, 0.0))
-    return replace(base, kv_bytes=1.0 / cache, attention_flops=1.0 / products, score_s=score_s)
+    cache, products, score_s, attention_s = least_squares(columns, seconds, (1.0, 1.0, 0.0, 0.0))
+    return replace(base, kv_bytes=1.0 / cache, attention_flops=1.0 / products, score_s=score_s, attention_s=attention_s)
 
 
 def _host(hardware: Hardware, base: Efficiency, samples: Sequence[Sample], shape: Shapes) -> Efficiency:

@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
     "gateway": "Serve many OpenAI-compatible servers behind one door.",
     "up": "Serve several models of this machine behind one door.",
+    "deploy": "Serve models on a Ray cluster behind one door, with as many replicas as their objectives need.",
     "batch": "Answer a file of requests, with its own engine or a running server.",
     "chat": "Talk to a model in the terminal, and see the timings of each answer.",
     "top": "Show what a server of Headway, vLLM or llama.cpp does, in the terminal.",

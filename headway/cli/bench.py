@@ -10,7 +10,10 @@ import typer
 from headway.bench.options import BenchOptions
 from headway.cli.commands import fail, fold_objectives, with_flags
 from headway.cli.help import Command, Group
+from headway.cli.mock import mock
+from headway.cli.pareto import pareto
 from headway.cli.profile import profile
+from headway.cli.quality import quality
 from headway.load.errors import BenchError
 
 
@@ -82,6 +85,7 @@ def _needs(given: set[str], options: BenchOptions) -> None:
     target, output = options.target, options.output
     for when, there, names in (
         ("with --find-max-rate", options.find_max_rate, ("max_search_seconds", "stall_seconds")),
+        ("with --repeat-until", options.repeat_until, ("max_repeats",)),
         ("with --goodput or --mix", options.claims.objectives or options.workload.mix, ("slo_attainment",)),
         ("with --save-result", output.save, ("save_detailed", "csv", "result_dir", "result_filename", "metadata")),
         ("with --save-result or --report", output.save or output.report, ("label",)),
@@ -96,3 +100,6 @@ def _needs(given: set[str], options: BenchOptions) -> None:
 
 
 app.command(cls=Command)(profile)
+app.command(cls=Command)(quality)
+app.command(cls=Command)(mock)
+app.command(cls=Command)(pareto)

@@ -71,6 +71,19 @@ def fold_objectives(arguments: Sequence[str]) -> list[str]:
     return folded
 
 
+def spread_modules(arguments: Sequence[str]) -> list[str]:
+    """`--lora-modules a=x b=y` becomes `--lora-modules a=x --lora-modules b=y`, as vLLM takes several values of it."""
+    spread: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = not argument.startswith("-") and ("=" in argument or argument.lstrip().startswith("{"))
+        if is_open and is_value and spread[-1] != "--lora-modules":
+            spread.append("--lora-modules")
+        spread.append(argument)
+        is_open = argument.partition("=")[0] == "--lora-modules" or (is_open and is_value)
+    return spread
+
+
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command, for Typer: of each parameter that is a dataclass its flags, and --config.
 

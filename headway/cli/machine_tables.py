@@ -70,6 +70,7 @@ def engine_table(machine: CalibratedMachine) -> Table:
         cells("cache reads", f"{reached.kv_bytes:.0%}", "of the bandwidth, by attention"),
         cells("attention's products", f"{reached.attention_flops:.0%}", f"of the rate of products in {main}"),
         cells("scores", f"{number(reached.score_s * 1e9)} ns", "of a query, key and head, beside products"),
+        cells("attention", f"{number(reached.attention_s * 1e6)} µs", "of each layer, whatever it reads"),
         cells("single elements", f"{reached.element_bytes:.0%}", "of the bandwidth: norms, rotary, activations"),
         cells("between kernels", f"{number(reached.kernel_s * 1e6)} µs", "of the host, for each"),
         cells("a step", f"{number(reached.step_s * 1e6)} µs", "of the host: scheduler, tensors, sampler"),

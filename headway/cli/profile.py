@@ -14,9 +14,12 @@ from headway.load.errors import BenchError
 def profile(options: ProfileOptions) -> None:
     """Serve a model, measure one request at a time, and compare each stage with the hardware's limit.
 
+    With --base-url, measure a server that runs already.
+
     Ends with exit code 1 when a request failed.
     """
-    require_engine()
+    if options.base_url is None or options.model is not None:
+        require_engine()
 
     import asyncio
 
@@ -35,9 +38,15 @@ async def _profile(options: ProfileOptions) -> int:
     from rich.console import Console
 
     from headway.bench.interrupts import interrupts
-    from headway.bench.profile.run import run_profile
 
     stop, console = asyncio.Event(), Console()
     with interrupts(stop, Console(stderr=True)):
-        result = await run_profile(options, console, stop)
-    return 130 if stop.is_set() else 0 if result.ok else 1
+        if options.base_url is not None:
+            from headway.bench.profile.remote import profile_server
+
+            ok = (await profile_server(options, console, stop)).ok
+        else:
+            from headway.bench.profile.run import run_profile
+
+            ok = (await run_profile(options, console, stop)).ok
+    return 130 if stop.is_set() else 0 if ok else 1

@@ -9,12 +9,12 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from headway.bundled import NAME
-from headway.cli.commands import config_lines, fail, take_defaults, toml_of, with_flags
+from headway.cli.commands import config_lines, fail, spread_modules, take_defaults, toml_of, with_flags
 from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
@@ -40,7 +40,15 @@ def _take_endpoint(context: typer.Context, kind: str | None) -> None:
     take_defaults(context, f"--for {kind}", content, below=True)
 
 
-@app.command(cls=Command)
+class ServeCommand(Command):
+    """Takes `--lora-modules a=x b=y` as vLLM does: an option with as many values as follow."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parsed: list[str] = super().parse_args(ctx, spread_modules(args))
+        return parsed
+
+
+@app.command(cls=ServeCommand)
 @with_flags
 def serve(
     server: ServerSettings,
@@ -95,6 +103,9 @@ def serve(
     engine.model = str(model_folder(model or NAME))
     server.root = model or NAME
     server.served_model_names = server.served_model_names or [short_name(server.root)]
+    for module in engine.lora_modules:
+        if module.name in server.known_names:
+            fail(f"--lora-modules: {module.name!r} is the base model; choose another name")
     server.priority_allowed = policy_class(engine.scheduling_policy).uses_priority
     _run(engine, server, chat_template, replay, engine_timeout)
 

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headway.config_files.toml import number, parse, read_text, whole_number
+from headway.policy.fleet.handover import WHEN
 from headway.policy.fleet.health import HealthRule
 from headway.policy.fleet.routing import scorers_of
 from headway.policy.objectives.service_class import (
@@ -27,11 +28,15 @@ from headway.policy.objectives.service_class import (
 KINDS = ("headway", "openai")
 DEFAULT_ROUTING = "slack=2,prefix-hits,least-loaded"
 MOST_BACKENDS, MOST_REQUESTS = 1000, 100_000
-FILE_KEYS = ("routing", "retries", "hedge_after_ms", "continue_streams", "timeouts", "health", "shared", "backend")
+FILE_KEYS = (
+    *("routing", "retries", "hedge_after_ms", "continue_streams", "handover"),
+    *("timeouts", "health", "shared", "backend"),
+)
+PREFILL, DECODE = ROLES = ("prefill", "decode")
 _KEYS = (
     dict.fromkeys(("name", "url", "kind", "key", "key_env"), A_STRING)
     | dict.fromkeys(("models", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens"), ANYTHING)
-    | {"health_path": A_STRING}
+    | {"health_path": A_STRING, "role": A_STRING}
     | dict.fromkeys(("drain", "resolve", "batches"), A_BOOLEAN)
 )
 _TIMEOUTS = dict.fromkeys(("connect_s", "first_byte_s", "stall_s", "keep_alive_s"), ANYTHING)
@@ -58,6 +63,7 @@ class BackendEntry:
         batches: it has /v1/files and /v1/batches.
         resolve: each address that the host's name has is a backend of its own.
         address: where to connect, if that is not what `host` is looked up as.
+        role: `prefill` computes prompts for those of `decode`; empty does neither.
     """
 
     name: str
@@ -79,6 +85,7 @@ class BackendEntry:
     resolve: bool = False
     batches: bool = False
     address: str = ""
+    role: str = ""
 
     def at(self, address: str) -> BackendEntry:
         """The backend at one address of its name."""
@@ -129,6 +136,7 @@ class GatewayFile:
         retries: how often a request of whose answer nothing has come is sent again.
         hedge_after_ms: after how many milliseconds without an answer another backend is asked too; 0 for never.
         continue_streams: a stream of a Headway backend that breaks is gone on with at another one.
+        handover: whether prompts are handed over from backends of role prefill: auto | always | never
         shared: what it shares with other gateways.
         path: where it was read.
     """
@@ -138,6 +146,7 @@ class GatewayFile:
     retries: int = 2
     hedge_after_ms: float = 0.0
     continue_streams: bool = False
+    handover: str = "auto"
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
     shared: Shared = field(default_factory=Shared)
@@ -185,8 +194,22 @@ def gateway_of(content: Mapping[str, Any], path: str) -> GatewayFile:
         raise InvalidEntry(f"continue_streams is {continues!r:.80}; it must be true or false", "continue_streams")
     if continues and hedge_after_ms:
         raise InvalidEntry("continue_streams and hedge_after_ms are both there; choose one", "continue_streams")
+    handover = content.get("handover", "auto")
+    if handover not in WHEN:
+        raise InvalidEntry(f"handover is {handover!r:.80}; choose one of {', '.join(WHEN)}", "handover")
+    _check_roles(backends)
     timeouts, rule, shared = Timeouts(**times), HealthRule(**health), _shared(content)
-    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, continues, timeouts, rule, shared, path)
+    more = timeouts, rule, shared, path
+    return GatewayFile(tuple(backends), routing, retries, hedge_after_ms, continues, handover, *more)
+
+
+def _check_roles(backends: list[BackendEntry]) -> None:
+    roles = {each.role for each in backends} - {""}
+    if roles and roles != set(ROLES):
+        lacking = PREFILL if roles == {DECODE} else DECODE
+        raise InvalidEntry(
+            f"no backend has the role {lacking}; give it to some, or leave role out", "backend", 0, "role"
+        )
 
 
 def _table(content: Mapping[str, Any], table: str, kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -240,6 +263,11 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         _NAME.fullmatch(f"{k}") and _NAME.fullmatch(f"{v}") for k, v in labels.items()
     ):
         raise InvalidEntry('labels must be names with names, such as { accelerator = "H100" }', "labels")
+    role = entry.get("role", "")
+    if role not in ("", *ROLES):
+        raise InvalidEntry(f"role is {role!r:.80}; choose one of {', '.join(ROLES)}, or leave it out", "role")
+    if role and kind != "headway":
+        raise InvalidEntry(f'role is {role!r}, which needs kind = "headway"', "role")
     least = whole_number(entry, "min_prompt_tokens", 0, 10**9) if "min_prompt_tokens" in entry else 0
     most = whole_number(entry, "max_prompt_tokens", max(1, least), 10**9) if "max_prompt_tokens" in entry else None
     return BackendEntry(
@@ -257,6 +285,7 @@ def backend_of(entry: Mapping[str, Any]) -> BackendEntry:
         drain=entry.get("drain", False),
         resolve=entry.get("resolve", False),
         batches=entry.get("batches", False),
+        role=role,
     )
 
 

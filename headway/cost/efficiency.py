@@ -27,6 +27,8 @@ class Efficiency:
             second may be above 1: uneven routers touch fewer experts than even ones.
         attention_flops: share for the products of attention over prompts.
         score_s: time of each score (a query, a key and a head) besides the products: exponential, maximum and sum.
+        attention_s: time of a layer's attention besides all that it reads and computes: on a GPU, tiles of a sequence
+            are read one after the other, and however few they are, each is waited for.
         kv_bytes: share for the cache that decodes read.
         element_bytes: share for operations on single elements.
         link: share of the links' rate, in large collectives.
@@ -53,6 +55,7 @@ class Efficiency:
     expert_bytes: float = 0.8
     attention_flops: float = 0.5
     score_s: float = 0.0
+    attention_s: float = 0.0
     kv_bytes: float = 0.75
     element_bytes: float = 0.7
     link: float = 0.7

@@ -75,6 +75,8 @@ class Hardware:
         reads: pairs of a number of bytes and the rate at which so many are read over and over, smallest first; empty
             where only memory counts.
         network: the link between machines of such devices; None where nobody said.
+        cuda_cores, tensor_cores: of the whole device; None where no data sheet was at hand.
+        bus_bits: width of the way to its memory.
         measured: it is this machine as `headway calibrate` found it.
     """
 
@@ -93,6 +95,9 @@ class Hardware:
     note: str = ""
     reads: tuple[tuple[int, float], ...] = ()
     network: Link | None = None
+    cuda_cores: int | None = None
+    tensor_cores: int | None = None
+    bus_bits: int | None = None
     measured: bool = False
     aliases: tuple[str, ...] = field(default=())
 

@@ -160,6 +160,22 @@ class ModelShape:
         windows = (sinks.window if window is None else min(window, sinks.window) for window in self.sliding_windows)
         return replace(self, sliding_windows=tuple(windows), attention_sinks=sinks)
 
+    def with_kv_heads(self, count: int) -> ModelShape:
+        """The same with so many KV heads in each layer: as many as query heads are MHA, one is MQA (document 002).
+
+        Raises:
+            ShapeError: they do not divide the query heads, or layers have no KV heads of one number.
+        """
+        lacking = (
+            (self.latent is not None, "a latent in place of KV heads"),
+            (bool(self.kinds), "layers of different sizes"),
+        )
+        if named := next((name for has, name in lacking if has), None):
+            raise ShapeError(f"kv_heads is {count}, but the model has {named}; leave it out")
+        if self.heads % count:
+            raise ShapeError(f"kv_heads is {count}, which does not divide the {self.heads} query heads")
+        return replace(self, kv_heads=count)
+
     @property
     def cache_places(self) -> tuple[tuple[int, ...], ...]:
         """Layers by the places that they have in KV cache groups: one, or as many as take the memory of the largest.

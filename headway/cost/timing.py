@@ -250,7 +250,9 @@ class Deployment:
     @cached_property
     def _constants(self) -> dict[Operation, tuple[float, float]]:
         """FLOPs a second of each operation, and seconds that its kernels take to start: the same in every step."""
-        return {op: (self._flops_per_s(op), self._kernels(op) * self.efficiency.kernel_s) for op in Operation}
+        starts = {op: self._kernels(op) * self.efficiency.kernel_s for op in Operation}
+        starts[Operation.SCORES] += self.shape.attention_layers * self.efficiency.attention_s
+        return {op: (self._flops_per_s(op), seconds) for op, seconds in starts.items()}
 
     def _linear_factor(self, operation: Operation, tokens: int) -> float:
         format_ = self.hardware.arithmetic(compute_format(operation, self.precision))

@@ -8,32 +8,36 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from headway.engine.ahead import StepsAhead
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
+from headway.engine.draft_head import DraftHead
 from headway.engine.draft_model import DraftModel, load_draft
 from headway.engine.drafter import NgramDrafter, Speculator
 from headway.engine.executor import Executor
-from headway.engine.host import available_memory, usable_threads
+from headway.engine.hooks import StepHooks
+from headway.engine.host import available_memory
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
+from headway.engine.messages import AdapterFound
 from headway.engine.preload import preload
+from headway.engine.prepare import EngineError, Prepared, prepare
 from headway.engine.record_file import RecordFile
 from headway.engine.roofline import roofline_of
 from headway.engine.runner import Runner
 from headway.engine.weight_cache import WeightCache
-from headway.kernels import kernels_for
-from headway.kernels.interface import KV_CACHE_DTYPES, Kernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.loading import load_model, resolve_dtype, resolve_model
-from headway.models.quantization import rounds_to
+from headway.models.eagle import load_eagle_head
+from headway.models.heads import HeadInputs, load_mtp_head
+from headway.models.loading import load_model, resolve_model
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
-from headway.policy.cache.sizing import BATCHED_TOKENS, PoolSize, pool_size
+from headway.policy.cache.sizing import PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.request import Request, sequences_of
@@ -42,16 +46,9 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
-    from headway.engine.offload import Offload
-    from headway.engine.ranks import Followers
+    from headway.engine.adapters import Adapters
 
-# Host memory for KV blocks on their way to and from --kv-offload.
-_STAGED_BYTES, _LEAST_STAGED = 256 << 20, 64
 StageListener = Callable[[str, int], None]
-
-
-class EngineError(ValueError):
-    """The engine cannot be built as configured; the message is one line that says what to change."""
 
 
 @dataclass(slots=True)
@@ -72,6 +69,7 @@ class LoadedEngine:
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
     roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
+    adapters: list[AdapterFound] = field(default_factory=list)
 
 
 def build_engine(
@@ -115,93 +113,146 @@ def _build(
     stages = _Stages(on_stage)
     with stages.timed("prepare"):
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
-        device = _device(config.device)
-        if device.type == "cpu":
-            torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.tensor_parallel_size))
-        folder = resolve_model(config.model)
-        model_config = ModelConfig.from_folder(folder)
-        dtype = resolve_dtype(config.dtype, model_config)
-        cache_dtype = _cache_dtype(config, model_config, dtype)
-        kernels = kernels_for(str(device), dtype, memory)
-        followers = _followers(config, model_config, device, started)
-    packed = model_config.packed
-    config = replace(config, quantization=rounds_to(config.quantization, packed))
+        start = prepare(config, memory, started)
+    config, device, followers = start.config, start.device, start.followers
     with stages.timed("choose_kernels"):
-        scheme = config.quantization if packed is None else packed.scheme
-        chosen = kernels.choose(dtype, scheme)
+        chosen = start.kernels.choose(start.dtype, start.scheme)
     if device.type == "cpu" and beside is not None:
         from headway.kernels.cpu.ahead import compiling
 
-        beside.enter_context(compiling(dtype, scheme, cache_dtype, stages.say))
-    asked_len = _asked_model_len(config, model_config)
-    if (sinks := config.sinks(model_config.shape.max_positions, asked_len)) is not None:
-        model_config = model_config.with_attention_sinks(sinks)
+        beside.enter_context(compiling(start.dtype, start.scheme, start.cache_dtype, stages.say))
     if followers is not None:
-        followers.assign(asked_len)
-    began = time.monotonic_ns()
-    known = cache.weights(kernels.named) if cache is not None else None
-    if known is not None:
-        stages.done("weight_cache", time.monotonic_ns() - began)
-    options = config.load_format, config.seed, stages.done, asked_len, config.quantization
-    shared = None if followers is None else followers.of(kernels, model_config)
-    model = load_model(folder, dtype, kernels, device, *options, known, sinks, shared)
-    draft = _draft(config, model_config, folder, dtype, kernels, device)
+        followers.assign(start.asked_len)
+    model = _load(start, stages, cache)
+    adapters, found = None, list[AdapterFound]()
+    if config.lora_slots:
+        with stages.timed("adapters"):
+            adapters, found = _adapters(start, model)
+    draft = _draft(start, model)
     with stages.timed("kv_allocation"):
-        grouped = _windows(model_config, cache_dtype)
-        windows, places = seen_windows(grouped, asked_len), model_config.shape.cache_places
-        groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
-        block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
-        block_bytes *= config.tensor_parallel_size  # of all ranks, whose memory is the same
-        draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, dtype)
-        pool = _pool(config, device, model_config, block_bytes + draft_block_bytes, asked_len, grouped)
-        seats = pool.max_num_seqs or config.max_num_seqs
-        host_blocks = _host_blocks(config, device, block_bytes, has_states=pool.checkpoints is not None)
-        if config.kv_offload is not None:
-            _check_offload(config, pool)
-            host_blocks = max(host_blocks, _STAGED_BYTES // block_bytes, _LEAST_STAGED)
-        runner = Runner(
-            model,
-            kernels,
-            device,
-            cache_dtype,
-            pool.num_blocks,
-            config.block_size,
-            seats,
-            pool.max_model_len,
-            host_blocks,
-            pool.checkpoints or 0,
-            groups,
-            graphs=not config.enforce_eager,
-            folder=folder,
-        )
-        executor: Executor = runner
-        if followers is not None:
-            executor = followers.executor(runner, pool.num_blocks, seats, pool.max_model_len, host_blocks, groups)
-        shown = str(cache_dtype).removeprefix("torch.")
+        pool = _allocate(start, model, draft)
+        size, runner = pool.size, pool.runner
+        runner.adapters = adapters
+        shown = str(start.cache_dtype).removeprefix("torch.")
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
-        scheduler = config.scheduler(device.type, pool, make, swap)
-        offload = None if config.kv_offload is None else _offload(config, folder, scheduler, runner)
+        scheduler = config.scheduler(device.type, size, make, swap)
+        hooks: list[StepHooks] = []
+        if config.kv_offload is not None and runner.host is not None:
+            from headway.engine.offload import offload_of
+
+            hooks.append(offload_of(config, start.folder, scheduler, runner.host, str(device)))
     with stages.timed("warm_up"):
-        sizes = pool.num_blocks, config.block_size
-        blocks = KVBlocks(*sizes, enable_prefix_caching=False, groups=pool.groups)
-        warm_up(scheduler.config, executor, blocks, kernels.warm_up_tokens)
+        blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
+        warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        speculator = _speculator(config, runner.vocab_size, scheduler, draft, device)
-    roofline = roofline_of(model_config.shape, device, dtype, scheme, cache_dtype)
-    core, left_out = EngineCore(scheduler, executor, speculator=speculator, roofline=roofline, offload=offload), []
+        if config.speculative_config is not None:
+            hooks.append(_speculator(start, runner, scheduler, draft))
+        if config.role != "both" and runner.host is not None:
+            from headway.engine.handover import Handovers, layout_of
+
+            about = device.type, str(start.dtype), config.quantization, shown
+            hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
+    steps = None
+    if config.async_scheduling and runner.runs_ahead and pool.executor is runner and not hooks:
+        steps = StepsAhead(scheduler, runner)
+    roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
+    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
+    core.adapters = adapters
     if config.preloaded:
         with stages.timed("preload"):
             left_out = preload(core, config.preloaded, config.preload_what_fits)
     if followers is not None:
         followers.serves = True
-    kept_bytes = 0
     if cache is not None:
-        cache.keep(model.weights, kernels.named)
-        kept_bytes = cache.kept_bytes
-    about = core, runner, pool.max_model_len, *sizes, str(device), shown
-    machine = "" if roofline is None else roofline.machine
-    return LoadedEngine(*about, stages.ns, left_out, chosen, block_bytes, kept_bytes, draft_block_bytes, machine)
+        cache.keep(model.weights, start.kernels.named)
+    return LoadedEngine(
+        core,
+        runner,
+        size.max_model_len,
+        size.num_blocks,
+        config.block_size,
+        str(device),
+        shown,
+        stages.ns,
+        left_out,
+        chosen,
+        pool.block_bytes,
+        0 if cache is None else cache.kept_bytes,
+        pool.draft_block_bytes,
+        "" if roofline is None else roofline.machine,
+        found,
+    )
+
+
+def _load(start: Prepared, stages: _Stages, cache: WeightCache | None) -> Decoder:
+    """The model, from the cache of packed weights where that has it."""
+    config, kernels, followers = start.config, start.kernels, start.followers
+    began = time.monotonic_ns()
+    known = cache.weights(kernels.named) if cache is not None else None
+    if known is not None:
+        stages.done("weight_cache", time.monotonic_ns() - began)
+    options = config.load_format, config.seed, stages.done, start.asked_len, config.quantization
+    shared = None if followers is None else followers.of(kernels, start.model)
+    return load_model(start.folder, start.dtype, kernels, start.device, *options, known, start.sinks, shared)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The KV pool, and what runs steps on it.
+
+    Args:
+        runner: of this process.
+        executor: the runner, or what has all ranks run steps.
+        block_bytes: of a block in all ranks.
+        draft_block_bytes: of a block of the draft model's cache; 0 without one.
+    """
+
+    size: PoolSize
+    runner: Runner
+    executor: Executor
+    block_bytes: int
+    draft_block_bytes: int
+
+
+def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
+    """Size the pool by the memory that is left beside the weights, and allocate it."""
+    config, device, cache_dtype = start.config, start.device, start.cache_dtype
+    grouped = _windows(model.config, cache_dtype, config.pipeline_parallel_size)
+    windows, places = seen_windows(grouped, start.asked_len), model.config.shape.cache_places
+    groups = [[places[at] for at in group] for group in group_layers(windows)] if windows else []
+    block_bytes = bytes_per_block(model.config.caches, config.block_size, cache_dtype, groups)
+    if start.followers is not None:
+        block_bytes = start.followers.bytes_per_block(cache_dtype, groups)
+    draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, start.dtype)
+    size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
+    seats = size.max_num_seqs or config.max_num_seqs
+    host_blocks = _host_blocks(config, device, block_bytes, has_states=size.checkpoints is not None)
+    if config.kv_offload is not None:
+        from headway.engine.offload import staged_blocks
+
+        host_blocks = max(host_blocks, staged_blocks(config, size, block_bytes))
+    runner = Runner(
+        model,
+        start.kernels,
+        device,
+        cache_dtype,
+        size.num_blocks,
+        config.block_size,
+        seats,
+        size.max_model_len,
+        host_blocks,
+        size.checkpoints or 0,
+        groups,
+        graphs=not config.enforce_eager,
+        folder=start.folder,
+        draft_states=size.draft_states,
+    )
+    executor: Executor = runner
+    if start.followers is not None:
+        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, size.checkpoints or 0, groups
+        executor = start.followers.executor(runner, *sizes)
+    return _Pool(size, runner, executor, block_bytes, draft_block_bytes)
 
 
 class _Stages:
@@ -228,12 +279,13 @@ class _Stages:
         self.done(stage, time.monotonic_ns() - began)
 
 
-def _windows(model: ModelConfig, cache_dtype: torch.dtype) -> tuple[int | None, ...]:
+def _windows(model: ModelConfig, cache_dtype: torch.dtype, stages: int) -> tuple[int | None, ...]:
     """The window of each place that KV cache groups have.
 
-    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place.
+    It is empty for layers that are not alike and have an int8 cache: their scales would be in one place. So it is for
+    stages, which would have parts of groups.
     """
-    return () if model.shape.kinds and cache_dtype == torch.int8 else model.shape.cache_windows
+    return () if stages > 1 or (model.shape.kinds and cache_dtype == torch.int8) else model.shape.cache_windows
 
 
 def _pool(
@@ -261,6 +313,7 @@ def _pool(
             model.shape.attention_sinks,
         ),
         "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
+        0 if config.speculative_config is None else MOST_DRAFTS,
     )
 
 
@@ -299,89 +352,74 @@ def _capture(runner: Runner) -> None:
         raise EngineError(f"decode steps cannot be made CUDA graphs: {reason}; start with --enforce-eager") from error
 
 
-def _draft(
-    config: EngineConfig, target: ModelConfig, folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device
-) -> Decoder | None:
-    """The draft model, if one is asked for. Raises EngineError where it does not fit, or no drafts can be taken."""
+def _draft(start: Prepared, model: Decoder) -> Decoder | None:
+    """The draft model or head, if one is asked for. Raises EngineError where there is none, or none that fits."""
+    config, folder, how = start.config, start.folder, (start.config.load_format, start.config.seed)
     wanted = config.speculative_config
-    if wanted is not None and target.shape.recurrent:
+    if wanted is not None and config.ranks > 1 and model.config.shape.recurrent:
         raise EngineError(
-            "speculative_config: this model has recurrent layers, whose states cannot go back behind drafts that were "
-            "refused; leave it out"
+            "speculative_config: drafts of a model with recurrent layers do not go with several ranks; leave one out"
         )
-    if wanted is None or wanted.model is None:
+    if wanted is None or wanted.method == "ngram":
         return None
     try:
-        options = dtype, kernels, device, config.load_format, config.seed
-        return load_draft(resolve_model(wanted.model), folder, target.shape.vocab, *options)
+        if wanted.model is None:
+            return load_mtp_head(folder, model, *how, config.quantization)
+        if wanted.method == "eagle3":
+            return load_eagle_head(resolve_model(wanted.model), model, config.quantization)
+        sizes = model.config.shape.vocab, model.dtype
+        return load_draft(resolve_model(wanted.model), folder, *sizes, model.kernels, model.device, *how)
     except ValueError as error:
-        raise EngineError(f"speculative_config: model {wanted.model!r}: {error}") from None
+        named = f"method {wanted.method!r}" if wanted.model is None else f"model {wanted.model!r}"
+        raise EngineError(f"speculative_config: {named}: {error}") from None
 
 
-def _speculator(
-    config: EngineConfig, vocab_size: int, scheduler: Scheduler, draft: Decoder | None, device: torch.device
-) -> Speculator | None:
-    """What proposes drafts, if that is asked for."""
-    wanted = config.speculative_config
-    if wanted is None:
-        return None
+def _adapters(start: Prepared, model: Decoder) -> tuple[Adapters, list[AdapterFound]]:
+    """What serves adapters, and those that are named. Raises EngineError or ModelError where one cannot be served."""
+    from headway.engine.adapters import Adapters, found_in
+    from headway.models.adapted import AdaptedModel
+
+    config = start.config
+    if config.ranks > 1:
+        raise EngineError(f"adapters are not supported with several ranks, and there are {config.ranks}; leave one out")
+    adapted = AdaptedModel(model, config.lora_slots, config.max_lora_rank, config.batched_tokens(start.device.type))
+    adapters = Adapters(adapted, config.max_cpu_loras or 4 * config.max_loras)
+    found = [found_in(adapters.find(each.path), each.name, each.path) for each in config.lora_modules]
+    if not config.preload_what_fits and (failed := [each.error for each in found if each.error]):
+        raise EngineError(failed[0])
+    return adapters, found
+
+
+def _speculator(start: Prepared, target: Runner, scheduler: Scheduler, draft: Decoder | None) -> Speculator:
+    """What proposes drafts."""
+    config, wanted = start.config, start.config.speculative_config
+    assert wanted is not None
     most = wanted.num_speculative_tokens
     if draft is None:
         return Speculator(NgramDrafter(wanted), most, scheduler)
     blocks, limits = scheduler.blocks, scheduler.config
     sizes = blocks.num_blocks, blocks.block_size
     longest = min(draft.config.max_model_len, limits.max_model_len, blocks.num_blocks * blocks.block_size)
-    seats, graphs = limits.max_num_seqs, not config.enforce_eager
-    runner = Runner(draft, draft.kernels, device, draft.dtype, *sizes, seats, longest, graphs=graphs)
+    inputs = draft.weights.embedding
+    seats, graphs = limits.max_num_seqs, not (config.enforce_eager or isinstance(inputs, HeadInputs))
+    runner = Runner(draft, draft.kernels, draft.device, draft.dtype, *sizes, seats, longest, graphs=graphs)
     empty = KVBlocks(*sizes, enable_prefix_caching=False)
     warm_up(replace(limits, max_model_len=longest), runner, empty, draft.kernels.warm_up_tokens)
     _capture(runner)
     drafting, pool = Drafting(most), KVBlocks(*sizes, config.enable_prefix_caching)
-    model = DraftModel(runner, pool, longest, vocab_size)
+    of_model = runner, pool, longest, target.vocab_size
+    model = DraftModel(*of_model)
+    if isinstance(inputs, HeadInputs):
+        model = head = DraftHead(wanted.method, inputs, *of_model)
+        target.results = head.results
     model.measure(drafting)
     return Speculator(NgramDrafter(wanted), most, scheduler, model=model, drafting=drafting)
 
 
-def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
-    """The processes with the other parts of the model, which begin to load; None where there are none.
-
-    Raises EngineError or ModelError where the model, the device or an option cannot be shared.
-    """
-    if config.tensor_parallel_size == 1:
-        return None
-    if device.type != "cpu":
-        asked = f"tensor_parallel_size is {config.tensor_parallel_size}"
-        raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
-    from headway.engine.ranks import Followers
-
-    followers = Followers(config, model)
-    started.callback(followers.end)
-    return followers
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in BATCHED_TOKENS:
-        raise EngineError(f"device is {name!r}; it must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu")
-    return torch.device(name)
-
-
-def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the model has no other."""
-    name = config.kv_cache_dtype
-    if name not in KV_CACHE_DTYPES:
-        raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
-    named = KV_CACHE_DTYPES[name]
-    if named is not None and model.shape.latent is not None:
-        raise EngineError(f"kv_cache_dtype is {name}, which attention over latents does not support; leave it out")
-    return named or dtype
-
-
 def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, has_states: bool) -> int:
     """How many blocks can be swapped out; by default they take no more than a quarter of the memory that is free."""
+    if has_states and config.role != "both":
+        raise EngineError(f"role is {config.role}, but states of recurrent layers are not handed over; leave it out")
     if has_states:
         if config.swap_space:
             raise EngineError(
@@ -389,6 +427,8 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             )
         return 0
     wanted = config.swap_bytes(device.type)
+    if not wanted and config.role != "both":
+        raise EngineError(f"role is {config.role}, and swap_space 0: what is handed over has no room; leave one out")
     if not wanted:
         return 0
     available = available_memory()
@@ -400,45 +440,3 @@ def _host_blocks(config: EngineConfig, device: torch.device, block_bytes: int, h
             f"{available / 2**30:.1f} GiB of memory are free; choose something between, or 0 to swap nothing"
         )
     return wanted // block_bytes
-
-
-def _check_offload(config: EngineConfig, pool: PoolSize) -> None:
-    """Raise EngineError where KV blocks cannot be kept beyond the host's memory."""
-    wrong = {
-        "layers with a window have block tables of their own": bool(pool.groups),
-        "states of recurrent layers are not kept": pool.checkpoints is not None,
-        "ranks (tensor_parallel_size) keep nothing": config.tensor_parallel_size > 1,
-        "there is no prefix cache (enable_prefix_caching)": not config.enable_prefix_caching,
-        "record_steps cannot tell what was loaded": config.record_steps is not None,
-    }
-    if why := next((reason for reason, holds in wrong.items() if holds), None):
-        raise EngineError(f"kv_offload: {why}; leave it out")
-
-
-def _offload(config: EngineConfig, folder: Path, scheduler: Scheduler, runner: Runner) -> Offload:
-    """What keeps evicted blocks, under a name of all that their bytes depend on. Raises EngineError."""
-    from headway.engine.offload import Offload, StoreError, model_name, open_store
-    from headway.engine.weight_cache import checkpoint_identity
-
-    assert config.kv_offload is not None and runner.host is not None
-    sizes = [str(runner.device), runner.host.block_bytes, config.block_size, scheduler.config.max_model_len]
-    options = config.dtype, config.quantization, config.load_format, config.seed, config.kv_cache_dtype
-    name = model_name(folder, [checkpoint_identity(folder), *sizes, *options])
-    try:
-        store = open_store(config.kv_offload, name, round(config.kv_offload_size * 2**30))
-        return Offload(store, scheduler, runner.host)
-    except StoreError as error:
-        raise EngineError(str(error)) from None
-
-
-def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    longest = model.longest_model_len
-    if config.max_model_len is None:
-        return model.max_model_len
-    has_sinks = config.attention_sinks is not None  # then positions have no end
-    if config.max_model_len < 2 or (config.max_model_len > longest and not has_sinks):
-        raise EngineError(
-            f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}"
-            + ("" if has_sinks else "; more needs --attention-sinks")
-        )
-    return config.max_model_len

@@ -22,6 +22,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.frames import Frames, framed
 from headway.engine.messages import (
     AbortRequest,
+    AdapterFound,
     AddRequest,
     Configure,
     EngineOutputs,
@@ -38,6 +39,8 @@ from headway.engine.messages import (
     ToEngine,
 )
 from headway.engine.requests import InFlight, Requests, StreamItem
+from headway.engine.served_adapters import AdapterError as AdapterError
+from headway.engine.served_adapters import ServedAdapters
 from headway.engine.watchdog import Watchdog
 from headway.policy.objectives.service_class import ClassTable
 
@@ -127,6 +130,7 @@ class EngineClient:
     Attributes:
         restarts: engines that were started after another one.
         hangs: how many of these followed one that ended no step.
+        adapters: those that are served, by name; before the engine is ready, the names of lora_modules.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class EngineClient:
         self._complained: set[Callable[..., None]] = set()
         self._requests = Requests(replay)
         self._watchdog = Watchdog(timeout_s)
+        self.adapters = ServedAdapters(config.lora_modules, self._send)
         self._explaining: deque[asyncio.Future[Explanation]] = deque()  # in the order in which they were asked
         self._changed = asyncio.Event()
         self._socket: socket.socket | None = None  # our end, until there is a transport
@@ -167,7 +172,8 @@ class EngineClient:
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         # What the first engine had room for may be too much for one that finds less memory.
-        configure = Configure(replace(self.config, preload_what_fits=self.ready is not None))
+        config = replace(self.config, lora_modules=self.adapters.modules, enable_lora=self.config.lora_slots > 0)
+        configure = Configure(replace(config, preload_what_fits=self.ready is not None))
         self._close()
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -245,6 +251,7 @@ class EngineClient:
             self.stats = None
             while self._explaining:
                 self._answer_explain(EngineDead(error))
+            self.adapters.engine_ended(EngineDead(error))
         if state in ("dead", "stopped"):
             self._requests.end_all(EngineDead(error))
         self._changed.set()
@@ -317,6 +324,8 @@ class EngineClient:
             self._deliver(message)
         elif isinstance(message, Explanation):
             self._answer_explain(message)
+        elif isinstance(message, AdapterFound):
+            self.adapters.take(message)
         elif isinstance(message, Progress):
             if self._on_progress is not None:
                 self._tell(self._on_progress, message.stage, message.elapsed_ns)
@@ -328,6 +337,7 @@ class EngineClient:
 
     def _on_ready(self, message: Ready) -> None:
         self.ready = message
+        self.adapters.engine_ready(message.adapters)
         if preloaded := len(self.config.preloaded) - len(message.left_out):
             tokens = message.pinned_blocks * message.block_size
             logger.info("%d prompts are preloaded: %d tokens stay in the cache", preloaded, tokens)

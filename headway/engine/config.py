@@ -8,18 +8,23 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from headway.cost.layers import MOST_SINKS, AttentionSinks
+from headway.engine.lora_modules import LoraModule, lora_modules
 from headway.flags import Flag, size, tokens
+from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
-from headway.policy.step.speculative_config import SpeculativeConfig
+from headway.policy.step.speculative_config import HEADS, SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
 # The names that checkpoints give their formats, as in models.quantization.FORMATS. Importing that would delay the
 # start of the server.
 _FORMATS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4", "modelopt", "bitsandbytes", "gguf")
+ROLES = ("prefill", "decode", "both")
+LEAST_KEY = 16  # characters of the key that servers sign what they hand over with
+HANDOVER_BYTES = 1 << 30  # of host memory for what is handed over, unless --swap-space says it
 MOST_THREADS = 2  # threads for each processor; more would only wait for each other
 
 # This is also the default of plans and simulations.
@@ -106,12 +111,13 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     Args:
         model: folder of a Hugging Face checkpoint.
         preloaded: prompts that are computed at the start and stay.
-        preload_what_fits: leave out those that do not fit, instead of not starting.
+        preload_what_fits: leave out those that do not fit, and adapters that cannot be had, instead of not starting.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
     Raises:
         ValueError: a step has fewer tokens than sequences, there are far more threads or ranks than processors, threads
-            cannot be divided among ranks, there is no such scheduling policy, or speculative_config has a wrong value.
+            cannot be divided among ranks, there is no such scheduling policy, speculative_config has a wrong value, or
+            a role lacks its key or does not go with another option.
     """
 
     model: str = ""
@@ -128,6 +134,18 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="N",
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        _engine(
+            "On a CPU, divide the layers among so many stages, each of --tensor-parallel-size ranks.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
+    ] = False
     rank_timeout: Annotated[
         float,
         _engine(
@@ -136,6 +154,28 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="SECONDS",
         ),
     ] = 30.0
+    role: Annotated[
+        str,
+        _engine(
+            "prefill hands prompts that it has computed over to servers that decode, which compute further tokens. "
+            f"Both need the key {KEY_VARIABLE} in their environments.",
+            choices=ROLES,
+        ),
+    ] = "both"
+    kv_transfer_host: Annotated[
+        str, _engine("With --role prefill: the address at which servers that decode fetch prompts.")
+    ] = "127.0.0.1"
+    kv_transfer_port: Annotated[
+        int, _engine("With --role prefill: its port. Default: a free one.", min=0, max=65535)
+    ] = 0
+    kv_transfer_timeout: Annotated[
+        float,
+        _engine(
+            "Seconds that a server waits for a prompt before it computes it itself, and that the other keeps it.",
+            min=0.01,
+            metavar="SECONDS",
+        ),
+    ] = 10.0
     gpu_memory_utilization: Annotated[
         float | None,
         _engine(
@@ -150,15 +190,39 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     enforce_eager: Annotated[
         bool, _engine("On a GPU, launch the kernels of a decode step one by one instead of as a CUDA graph.")
     ] = False
+    async_scheduling: Annotated[
+        bool, _engine("On a GPU, plan a decode step and hand it to the GPU while the step before runs there.")
+    ] = True
     speculative_config: Annotated[
         SpeculativeConfig | None,
         _engine(
             'Try drafts, which change no token, where they are predicted to pay: {"method": "ngram"} drafts from the '
-            'prompt and the output, {"method": "draft_model", "model": NAME} with a small model, too. Further keys: '
+            'prompt and the output, {"method": "draft_model", "model": NAME} with a small model, too, and '
+            '{"method": "mtp"} with the checkpoint\'s head for multi-token prediction, '
+            '{"method": "eagle3", "model": NAME} with a head of EAGLE-3. Further keys: '
             "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max.",
             parse=SpeculativeConfig.of,
             metavar="JSON",
         ),
+    ] = None
+    lora_modules: Annotated[
+        list[LoraModule],
+        _engine(
+            "Adapters in peft's format to serve beside the model, each as NAME=PATH or as JSON with name and path; "
+            "several may follow.",
+            parse=lora_modules,
+            repeated=True,
+            metavar="NAME=PATH",
+        ),
+    ] = field(default_factory=list)
+    enable_lora: Annotated[bool, _engine("Serve adapters that are loaded later, too. --lora-modules implies it.")] = (
+        False
+    )
+    max_loras: Annotated[int, _engine("Adapters that a step may have, each in a slot.", min=1, max=1024)] = 8
+    max_lora_rank: Annotated[int, _engine("The greatest rank of an adapter.", min=1, max=256)] = 64
+    max_cpu_loras: Annotated[
+        int | None,
+        _engine("Adapters that are kept in host memory, to fill slots from. Default: 4 for each slot.", min=1),
     ] = None
     kv_offload: Annotated[
         str | None,
@@ -182,6 +246,12 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 self.speculative_config = SpeculativeConfig.of(self.speculative_config)
             except ValueError as error:
                 raise ValueError(f"speculative_config: {error}") from None
+        self.lora_modules = lora_modules(self.lora_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras ({self.max_loras}); raise the first or "
+                "lower the second"
+            )
         if self.max_num_batched_tokens is not None:
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         policy_class(self.scheduling_policy)
@@ -191,17 +261,62 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
                 f"{MOST_THREADS * processors}, or leave it out for one per physical core"
             )
-        ranks = self.tensor_parallel_size
-        if not 1 <= ranks <= MOST_THREADS * processors:
+        most = MOST_THREADS * processors
+        if not 1 <= self.tensor_parallel_size <= most:
             raise ValueError(
-                f"tensor_parallel_size is {ranks}, and this process may use {processors} processors; give 1 to "
-                f"{MOST_THREADS * processors}"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most}"
             )
-        if self.num_threads is not None and self.num_threads % ranks:
+        if not 1 <= self.pipeline_parallel_size <= most // self.tensor_parallel_size:
             raise ValueError(
-                f"num_threads is {self.num_threads}, which cannot be divided among {ranks} ranks "
-                "(tensor_parallel_size); give a multiple"
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most // self.tensor_parallel_size}"
             )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
+            )
+        if self.ranks > 1 and self.speculative_config is not None and self.speculative_config.method in HEADS:
+            raise ValueError(
+                f"speculative_config: method {self.speculative_config.method!r} does not go with several ranks "
+                f"({self.ranks}), as embedding and output layer are divided; leave one of them out"
+            )
+        if self.num_threads is not None and self.num_threads % self.ranks:
+            raise ValueError(
+                f"num_threads is {self.num_threads}, which cannot be divided among {self.ranks} ranks "
+                "(tensor_parallel_size and pipeline_parallel_size); give a multiple"
+            )
+        if self.role != "both":
+            self._check_handover()
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def _check_handover(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role is {self.role!r}; choose one of {', '.join(ROLES)}")
+        if len(os.environ.get(KEY_VARIABLE, "")) < LEAST_KEY:
+            raise ValueError(
+                f"role is {self.role}, which needs a key of {LEAST_KEY} characters or more that all servers of both "
+                f"roles have; set {KEY_VARIABLE}"
+            )
+        if self.ranks > 1:
+            raise ValueError(f"role is {self.role}, and prompts of several ranks are not handed over; leave one out")
+        if self.record_steps is not None:
+            raise ValueError(f"role is {self.role}, and recordings have no prompts of others; leave record_steps out")
+
+    def swap_bytes(self, device: str) -> int:
+        """Bytes of host memory for blocks that are swapped out, or handed over."""
+        if self.role != "both" and self.swap_space is None:
+            return max(super().swap_bytes(device), HANDOVER_BYTES)
+        return super().swap_bytes(device)
+
+    @property
+    def lora_slots(self) -> int:
+        """Slots for adapters; 0 where none are served."""
+        return self.max_loras if self.enable_lora or self.lora_modules else 0
 
     def sinks(self, max_positions: int, max_model_len: int) -> AttentionSinks | None:
         """The attention sinks that are asked for; None where none are. AttentionSinks.of() says what it raises."""

@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from headway.engine.beams import SearchedRequest
 from headway.engine.counts import StepCounts, Stepped
-from headway.engine.drafter import Speculator
 from headway.engine.endings import UNSERVED, why_unserved
-from headway.engine.executor import Executor, StepOutcome
+from headway.engine.executor import EngineFault, Executor, StepOutcome
+from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
 from headway.engine.unready import POLL_MS, Unready, waits_in
+from headway.policy.cache.adapters import AdapterLoad
+from headway.policy.step.beam_group import check_beams
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import FinishReason, Sequence, check, sequences_of
 from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from headway.engine.beams import BeamSearches
-    from headway.engine.offload import Offload
+    from headway.engine.adapters import Adapters
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
+GONE = "the adapter is not here any more, or its folder has changed; load it again"
 FAILED = "the engine failed on this request ({}); see the server's log"
+
+
+class StepsInOrder:
+    """Plans each step when the one before has ended, and runs it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self._scheduler, self._executor = scheduler, executor
+
+    def plan(self, now: int) -> StepPlan:
+        """The next step."""
+        return self._scheduler.schedule(now)
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Run it, as Executor.run() does."""
+        return self._executor.run(plan)
 
 
 class EngineCore:
     """Joins the scheduler and the executor; a loop calls `advance()`, or `step()` for metrics too, while `has_work`.
 
     Args:
-        speculator: has the scheduler try drafts; None for no drafts.
         roofline: knows the least time of steps; None where nobody does.
-        offload: loads what is kept of a prompt beyond the pool; None where nothing is.
+        steps: when they are planned and run; None for one after the other.
 
     Attributes:
-        unready: requests that wait for their grammars, or for what is loaded of their prompts.
+        hooks: what takes part in steps: a Speculator, Handovers, Offload, and each beam search that is under way.
+        unready: requests that wait for their grammars, or for what another engine has computed.
+        adapters: those that requests may have; None where there are none.
     """
 
     def __init__(
@@ -46,14 +66,14 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], int] = time.monotonic_ns,
-        speculator: Speculator | None = None,
+        hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
-        offload: Offload | None = None,
+        steps: StepsInOrder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.speculator = speculator
-        self.offload = offload
+        self.steps = steps or StepsInOrder(scheduler, executor)
+        self.hooks = list(hooks)
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
         self._live: dict[str, dict[int, Sequence]] = {}
@@ -61,8 +81,9 @@ class EngineCore:
         self._prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # by seq_id, until its first output
         self._pooled: dict[int, Part] = {}  # by seq_id, until the vector is whole
         self._pending: list[SequenceOutput] = []
-        self._beams: BeamSearches | None = None  # made with the first of them
         self.unready = Unready()
+        self.adapters: Adapters | None = None
+        self._loading: dict[str, Future[None]] = {}  # adapters on the way to slots, by digest
         self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
@@ -94,61 +115,53 @@ class EngineCore:
             if request.pooling is None and not self.executor.generates:
                 raise ValueError(HEADLESS)
             if request.params.use_beam_search:
-                self._check_beams(request)
+                check_beams(request, self.scheduler, self.executor.vocab_size)
+            if request.adapter and (self.adapters is None or not self.adapters.knows(request.adapter)):
+                raise ValueError(GONE)
         except ValueError as error:
             self._refuse(request, str(error))
             return
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
-        if compiled is not None:
-            self.unready[request.request_id] = compiled, request, self._clock()
+        awaited = [each for each in (compiled, *[hook.awaited(request) for hook in self.hooks]) if each is not None]
+        if awaited:
+            self.unready[request.request_id] = awaited, request, self._clock()
             return
-        if self.offload is None or not self._loads(request):
-            self._queue(request)
-
-    def _loads(self, request: AddRequest, began: int = 0) -> bool:
-        """Whether the request waits for something that is loaded now."""
-        assert self.offload is not None
-        loading = self.offload.begin(request)
-        if loading is not None:
-            self.unready[request.request_id] = loading, request, began or self._clock()
-        return loading is not None
-
-    def _check_beams(self, request: AddRequest) -> None:
-        from headway.engine.beams import BeamSearches, check_beams
-
-        check_beams(request, self.scheduler, self.executor.vocab_size)
-        if self._beams is None:
-            self._beams = BeamSearches(self.scheduler, self._output, self._forget, self._join, self._drop)
+        self._queue(request)
 
     def _join(self, sequence: Sequence) -> None:
-        """Take note of a sequence that has forked from another of its request."""
+        """Take note of a sequence that the scheduler knows."""
         self._live[sequence.request_id][sequence.index] = sequence
         self._sequences[sequence.seq_id] = sequence
 
-    def _queue(self, request: AddRequest, unready_ns: int = 0) -> None:
-        """Queue the choices of a checked request, which was unready from `unready_ns` on, unless that is 0."""
+    def _queue(self, request: AddRequest, began_waiting: int = 0) -> None:
+        """Queue the choices of a checked request."""
         sequences = sequences_of(request, self.scheduler.config.max_model_len, self.scheduler.config.classes)
-        now = self._clock()
+        now, self._live[request.request_id] = self._clock(), {}
         for sequence in sequences:
-            if unready_ns:
-                sequence.ledger.mark(Phase.TRANSPORT, unready_ns)
+            if began_waiting:
+                sequence.ledger.mark(Phase.TRANSPORT, began_waiting)
                 sequence.ledger.mark(waits_in(request), now)
             self.scheduler.add(sequence, now)
-        if self.offload is not None:
-            self.offload.give(request.request_id, sequences[0])
-        self._live[request.request_id] = {s.index: s for s in sequences}
-        self._sequences.update((s.seq_id, s) for s in sequences)
-        if request.params.use_beam_search and self._beams is not None:
-            self._beams.add(request, sequences[0])
+            self._join(sequence)
+        for hook in self.hooks:
+            hook.queued(request, sequences)
+        if request.params.use_beam_search:
+            told = self._output, self._forget, self._join, self._drop
+            self.hooks.append(SearchedRequest(request, sequences[0], self.scheduler, self.hooks, *told))
 
     def _queue_ready(self) -> None:
-        """Queue the requests that have what they waited for; end those with a grammar that cannot be compiled."""
+        """Queue the requests that wait no longer; end those with a grammar that cannot be compiled."""
         for request, began, error in self.unready.take_ready():
             if error is not None:
                 self._refuse(request, f"structured_outputs: {error}")
-            elif self.offload is None or not self._loads(request, began):
+                self._leave(request.request_id)
+            else:
                 self._queue(request, began)
+
+    def _leave(self, request_id: str) -> None:
+        for hook in self.hooks:
+            hook.left(request_id)
 
     def _refuse(self, request: AddRequest, why: str) -> None:
         self._pending += [
@@ -162,12 +175,13 @@ class EngineCore:
         A single choice gets a last output: a stop string was found in it, and its ledger is wanted. When all are
         dropped, nobody listens any more.
         """
-        if request_id in self.unready and (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
-            self._pending.append(dropped)
-        if self.offload is not None and request_id not in self.unready:
-            self.offload.forget(request_id)
-        if self._beams is not None and request_id in self._beams:
-            told = self._beams.abort(request_id, self._clock())
+        if request_id in self.unready:
+            if (dropped := self.unready.abort(request_id, index, self._clock())) is not None:
+                self._pending.append(dropped)
+            if request_id not in self.unready:
+                self._leave(request_id)
+        for hook in [*self.hooks]:
+            told = hook.abort(request_id, self._clock())
             self._pending += told if index != -1 else []
         for sequence in list(self._live.get(request_id, {}).values()):
             if index not in (-1, sequence.index):
@@ -179,8 +193,8 @@ class EngineCore:
 
     def _forget(self, sequence: Sequence) -> None:
         self._drop(sequence.seq_id)
-        if self.speculator is not None:
-            self.speculator.forget(sequence)
+        for hook in self.hooks:
+            hook.forget(sequence)
         del self._sequences[sequence.seq_id]
         choices = self._live[sequence.request_id]
         choices.pop(sequence.index, None)
@@ -199,8 +213,9 @@ class EngineCore:
         """Do as advance() does, and say what is counted of the step."""
         outputs, stepped = self.advance(), self._stepped
         stats = self._counts.take(stepped, self._received)
-        if self.speculator is not None and stepped is not None:
-            self.speculator.count(stepped.plan, stepped.changed, stats)
+        if stepped is not None:
+            for hook in self.hooks:
+                hook.count(stepped.plan, stepped.changed, stats)
         return EngineOutputs(outputs, stats, self._clock())
 
     def idle(self) -> EngineOutputs:
@@ -213,45 +228,65 @@ class EngineCore:
         Raises:
             EngineFault: the step failed, and no single request is at fault.
         """
-        outputs = self._advance()
-        return self._beams.end(outputs, self._clock()) if self._beams else outputs
-
-    def _advance(self) -> list[SequenceOutput]:
         if self.unready:
             self._queue_ready()
-        outputs, self._pending = self._pending, []
-        self._stepped = None
-        if self.speculator is not None:
-            self.speculator.propose()
-        plan = self.scheduler.schedule(self._clock())
+        outputs, self._pending, self._stepped = self._pending, [], None
+        if self._loading:
+            outputs += self._take_loaded()
+        for hook in self.hooks:
+            hook.before()
+        plan = self.steps.plan(self._clock())
         self._wait_until_ns = plan.wait_until_ns
+        slots = self.scheduler.sequences.slots
+        if slots is not None and (slots.loads or self._loading):
+            self._begin_loads(slots.loads, bool(plan.scheduled))
         for seq_id in plan.expired:
             outputs.append(self._output(self._sequences[seq_id], []))
         for seq_id in plan.preempted:
             self._drop(seq_id)
-        if not plan.scheduled:
-            return outputs + self._beams.go_on(plan, [], self._clock()) if self._beams else outputs
+        changed = self._run(plan, outputs) if plan.scheduled else []
+        for hook in [*self.hooks]:
+            outputs = hook.after(plan, changed, outputs, self._clock())
+        return outputs
+
+    def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> list[tuple[Sequence, list[int]]]:
+        """Run a plan and apply what comes of it, and add to `outputs` what is said of it; what the step has changed."""
         began = self._clock()
         try:
-            outcome = self.executor.run(plan)
+            outcome = self.steps.run(plan)
         except Exception as error:
             outcome = self._quarantine.run_again(plan, error, began, self._steps)
             outputs += self._take_out(plan, outcome)
         self._steps += 1
         if outcome.prompt_logprobs or outcome.pooled:
             self._gather(outcome)
-        if self._beams:
-            self._beams.take(outcome)
+        for hook in self.hooks:
+            hook.computed(outcome)
         changed = self.scheduler.complete(plan, outcome.tokens, outcome.times)
-        told = self._beams.only_others(changed) if self._beams else changed
         for seq_id, drafts in outcome.drafts.items():
             self.scheduler.propose(seq_id, drafts)
-        outputs += [self._output(sequence, new, outcome) for sequence, new in told]
-        if self.speculator is not None:
-            self.speculator.step_ended(plan, changed)
-        if self._beams:
-            outputs += self._beams.go_on(plan, changed, outcome.times.sampled_ns)
+        outputs += [self._output(each, new, outcome) for each, new in changed if new or each.finish_reason is not None]
         self._stepped = Stepped(plan, outcome, changed)
+        return changed
+
+    def _begin_loads(self, loads: list[AdapterLoad], runs: bool) -> None:
+        """Begin the loads, and take them out. Where nothing runs, the next step comes when one may be there."""
+        assert self.adapters is not None, "only requests with known adapters are queued"
+        while loads:
+            wanted = loads.pop(0)
+            self._loading[wanted.digest] = self.adapters.load(wanted)
+        if not runs:
+            self._wait_until_ns = self._clock() + POLL_MS * 1_000_000
+
+    def _take_loaded(self) -> list[SequenceOutput]:
+        """Tell the scheduler which adapters are in their slots; end those who wait for one that cannot be had."""
+        outputs: list[SequenceOutput] = []
+        for digest in [digest for digest, load in self._loading.items() if load.done()]:
+            error = self._loading.pop(digest).exception()
+            if error is not None and not isinstance(error, ValueError):
+                raise EngineFault(f"an adapter could not be loaded: {error!r}") from error
+            failed = self.scheduler.adapter_loaded(digest, self._clock(), error is None)
+            outputs += [self._output(sequence, [], None, str(error)) for sequence in failed]
         return outputs
 
     def _gather(self, outcome: StepOutcome) -> None:
@@ -299,6 +334,8 @@ class EngineCore:
             output.error = error or (outcome.reasons.get(seq_id) if outcome is not None else None)
             output.error = output.error or why_unserved(sequence, self.scheduler.config.max_queue_time)
             output.retry_after_s = sequence.retry_after_s
+        for hook in self.hooks:
+            hook.ended(sequence, output)
         ledger = sequence.ledger
         output.timings = SequenceTimings(
             {str(phase): ns for phase, ns in ledger.phases_ns.items() if ns},
@@ -323,5 +360,5 @@ class EngineCore:
     def check_by_parts(self) -> Iterator[None]:
         """Do check() in parts of less than a millisecond, for an engine that has fallen idle."""
         yield from self.scheduler.check_by_parts()
-        if self.speculator is not None:
-            yield from self.speculator.check_by_parts()
+        for hook in self.hooks:
+            yield from hook.check_by_parts()

@@ -127,6 +127,7 @@ class MemoryCounts:
     def __init__(self, scheduler: Scheduler) -> None:
         self._pool = scheduler.blocks
         self._host = scheduler.host
+        self._slots, self._adapters = scheduler.sequences.slots, dict[str, int]()
         self._watermark = scheduler.config.kept_free(scheduler.blocks.num_blocks)
         self._allocated = self._runs = self._looked_up = self._evicted = 0
         self._evictions: Counter[tuple[str, str]] = Counter()
@@ -150,6 +151,10 @@ class MemoryCounts:
             for (name, reason), count in (pool.cached.evictions - self._evictions).items():
                 stats.evictions.setdefault(name, {})[reason] = count
             self._evicted, self._evictions = pool.cached.num_evicted, pool.cached.evictions.copy()
+        if self._slots is not None:
+            counts = dict(zip(("hits", "misses", "loads"), self._slots.counts, strict=True))
+            stats.adapters = {name: count - self._adapters.get(name, 0) for name, count in counts.items()}
+            self._adapters, stats.adapter_slots_used = counts, len(self._slots.resident)
         if self._host is not None:
             stats.swap_usage = self._host.num_used / self._host.space.num_blocks
             stats.swaps = dict(self._host.counts - self._swaps)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.engine.runner import Runner
 from headway.kernels.interface import Kernels
@@ -30,7 +31,7 @@ from headway.policy.step.speculation import Proposal
 
 _PARAMS = SamplingParams(temperature=0.0)
 # At the start, passes of so many sequences are measured, so often, behind prompts of so many tokens.
-_MEASURED, _MEASURED_PASSES, _MEASURED_TOKENS = (1, 4, 16), 4, 16
+_MEASURED, _MEASURED_PASSES, MEASURED_TOKENS = (1, 4, 16), 4, 16
 
 
 class DraftModel:
@@ -44,7 +45,13 @@ class DraftModel:
         blocks: the pool of its KV cache.
         max_model_len: most tokens of a sequence; longer ones have no drafts.
         vocab_size: token ids are below this in the model that is drafted for.
+
+    Attributes:
+        kind: what its drafts are called in metrics.
     """
+
+    kind = "draft_model"
+    _skipped = 0  # first tokens of a sequence that its copy does not have
 
     def __init__(
         self,
@@ -57,7 +64,7 @@ class DraftModel:
         self._runner, self._blocks, self._clock = runner, blocks, clock
         self._manager = BlockManager(blocks)
         self._max_len = max_model_len
-        self._vocab_size = min(vocab_size, runner.vocab_size)
+        self._vocab_size = self._num_drawn = min(vocab_size, runner.vocab_size)  # tokens that may come, and in drafts
         self._known: dict[int, Sequence] = {}  # copies of sequences, with drafts behind their tokens
         self._lengths: dict[int, int] = {}  # how many of a copy's tokens are the sequence's
         self._states: dict[int, SequenceState] = {}  # of those that have blocks
@@ -100,32 +107,36 @@ class DraftModel:
 
     def _followed(self, sequence: Sequence) -> Sequence | None:
         """The copy of a sequence, with its newest tokens and without drafts; None where there can be no drafts."""
-        seq_id, tokens = sequence.seq_id, sequence.tokens
-        if len(tokens) >= self._max_len or seq_id in self._foreign:
+        seq_id, known, skipped = sequence.seq_id, self._lengths.get(sequence.seq_id, 0), self._skipped
+        length = len(sequence.tokens) - skipped
+        if not 0 < length < self._max_len or seq_id in self._foreign:
             return None
-        known = self._lengths.get(seq_id, 0)
-        if max(tokens[known:], default=0) >= self._vocab_size:
+        new = sequence.tokens[skipped + known :]
+        if max(new, default=0) >= self._vocab_size:
             self._foreign.add(seq_id)
             return None
         copy = self._known.get(seq_id)
         if copy is None:
             copy = Sequence(
-                "", 0, _PARAMS, list(tokens), len(tokens), self._max_len, frozenset(), 0,
+                "", 0, _PARAMS, new, length, self._max_len, frozenset(), 0,
                 cache_salt=sequence.cache_salt, seq_id=seq_id,
             )  # fmt: skip
             self._known[seq_id] = copy
         else:
-            agreed = known
-            while agreed < min(len(tokens), len(copy.tokens)) and tokens[agreed] == copy.tokens[agreed]:
-                agreed += 1
-            copy.num_computed = min(copy.num_computed, agreed, len(tokens) - 1)
-            copy.tokens[known:] = tokens[known:]
+            agreed = known + self._agreed(copy.tokens[known:], new)
+            copy.num_computed = min(copy.num_computed, agreed, length - 1)
+            copy.tokens[known:] = new
             if copy.tables:
                 self._manager.trim(copy)
                 if self._blocks.enable_prefix_caching:
                     self._manager.register_full(copy)
-        self._lengths[seq_id] = len(tokens)
+        self._lengths[seq_id] = length
         return copy
+
+    def _agreed(self, drafts: list[int], new: list[int]) -> int:
+        """How many drafts became tokens, so that what was computed of them holds."""
+        pairs = zip(drafts, new, strict=False)
+        return next((at for at, (draft, token) in enumerate(pairs) if draft != token), min(len(drafts), len(new)))
 
     def _lacks(self, copy: Sequence) -> int:
         return len(copy.tokens) - (copy.num_computed if copy.tables else self._manager.known_tokens(copy))
@@ -168,6 +179,11 @@ class DraftModel:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:
         """Run a pass; the probabilities of the likeliest tokens of the items that sample, and these tokens."""
+        hidden, runner = self._forward(plan), self._runner
+        return runner.kernels.likeliest(runner.model.logits(hidden), self._num_drawn) if len(hidden) else ([], [])
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """The model's results [R, hidden] for the last tokens of the items that sample."""
         runner, items = self._runner, plan.scheduled
         for change in plan.tables:
             self._states[change.seq_id].change_table(change)
@@ -179,10 +195,8 @@ class DraftModel:
         for item in items:
             self._known[item.seq_id].num_computed += len(item.token_ids)
         if not len(step.last_rows):
-            return [], []
-        if len(step.last_rows) < len(hidden):
-            hidden = runner.kernels.take(hidden, step.last_rows)
-        return runner.kernels.likeliest(runner.model.logits(hidden), self._vocab_size)
+            return hidden[:0]
+        return hidden if len(step.last_rows) == len(hidden) else runner.kernels.take(hidden, step.last_rows)
 
     # --- blocks -------------------------------------------------------------------------------------
 
@@ -233,16 +247,16 @@ class DraftModel:
     def measure(self, drafting: Drafting) -> None:
         """Run short prompts and some passes, so that their times are known before the first draft."""
         seats = min(_MEASURED[-1], len(self._runner.layout.tables.array))
-        if self._max_len <= _MEASURED_TOKENS + len(_MEASURED) * _MEASURED_PASSES:
+        if self._max_len <= MEASURED_TOKENS + len(_MEASURED) * _MEASURED_PASSES:
             return
         for number in range(-seats, 0):
-            tokens = [1] * (_MEASURED_TOKENS + 1)
+            tokens = [1] * (MEASURED_TOKENS + 1)
             copy = Sequence("", 0, _PARAMS, tokens, len(tokens), self._max_len, frozenset(), 0, seq_id=number)
             copy.cache_salt = str(number)
             self._known[number], self._lengths[number] = copy, len(tokens)
         copies = list(self._known.values())
-        self._compute({-seats: _MEASURED_TOKENS}, Drafting(1), self._known.keys())
-        self._compute(dict.fromkeys(range(1 - seats, 0), _MEASURED_TOKENS), drafting, self._known.keys())
+        self._compute({-seats: MEASURED_TOKENS}, Drafting(1), self._known.keys())
+        self._compute(dict.fromkeys(range(1 - seats, 0), MEASURED_TOKENS), drafting, self._known.keys())
         for size in _MEASURED:
             for _ in range(_MEASURED_PASSES if size <= seats else 0):
                 drafts = self._pass(copies[:size], drafting, self._known.keys())

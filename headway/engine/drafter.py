@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from headway.engine.draft_model import DraftModel
-from headway.engine.messages import EngineStats
+from headway.engine.hooks import StepHooks
+from headway.engine.messages import EngineStats, SequenceOutput
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.plan import StepPlan, accepted_drafts
 from headway.policy.step.request import Sequence
@@ -150,7 +151,7 @@ class NgramDrafter:
         self._known.pop(seq_id, None)
 
 
-class Speculator:
+class Speculator(StepHooks):
     """Has the scheduler try drafts: asks drafters for them before each step, and the policy how many pay.
 
     Args:
@@ -182,12 +183,12 @@ class Speculator:
         self._learning_ns = 0
         self._kinds: dict[int, str] = {}  # of the drafts that the next step is to try, by seq_id
 
-    def step_ended(self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]]) -> None:
-        """Learn from a step that was completed.
-
-        Args:
-            changed: what Scheduler.complete() returned.
-        """
+    def after(
+        self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], outputs: list[SequenceOutput], now: int
+    ) -> list[SequenceOutput]:
+        """Learn from a step."""
+        if not plan.scheduled:
+            return outputs
         policy, began = self._policy, self._clock()
         self._is_due = not policy.rests()
         if plan.work.decode_tokens == plan.num_tokens:
@@ -198,8 +199,9 @@ class Speculator:
             for sequence, new in changed:
                 policy.heed(sequence.seq_id, new)
             self._learning_ns = self._clock() - began
+        return outputs
 
-    def propose(self) -> None:
+    def before(self) -> None:
         """Propose drafts for the next step, where they pay. The time is accounted to all sequences that run."""
         policy, scheduler = self._policy, self._scheduler
         self._kinds = {}
@@ -222,7 +224,8 @@ class Speculator:
             by_model_ns = self._clock() - searched
         for seq_id, drafts in policy.choose(proposals, len(decoding), with_prompts).items():
             scheduler.propose(seq_id, drafts)
-            self._kinds[seq_id] = "draft_model" if proposals[seq_id].confidences else "ngram"
+            by_model = self.model if proposals[seq_id].confidences else None
+            self._kinds[seq_id] = "ngram" if by_model is None else by_model.kind
         ended = self._clock()
         policy.spent(self._learning_ns + ended - began - by_model_ns)
         scheduler.accounting.record_drafting(running, began, ended)

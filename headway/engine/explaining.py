@@ -36,13 +36,8 @@ def explanation(
 
 def _names(scheduler: Scheduler) -> dict[int, str]:
     """The ids of requests by the numbers of their sequences, as far as they are known."""
-    admitted = {
-        new.seq_id: name
-        for each in scheduler.decisions
-        if each.plan is not None
-        for new, name in zip(each.plan.new, each.admitted, strict=True)
-    }
-    return admitted | {seq_id: sequence.request_id for seq_id, sequence in scheduler.sequences.items()}
+    told = {seq_id: name for each in scheduler.decisions for seq_id, name in each.told.items()}
+    return told | {seq_id: sequence.request_id for seq_id, sequence in scheduler.sequences.items()}
 
 
 def _step(decision: Decision, with_words: bool, names: dict[int, str] | None) -> ExplainedStep:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headway.engine.ranks import Assignment, Pool, Step, ToRank
+from headway.engine.ranks import Assignment, Pool, Step, ToRank, share_of
 from headway.engine.runner import Runner
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
@@ -75,7 +75,7 @@ def _load(own: Assignment, board: RankBoard) -> Decoder:
         max_model_len=own.max_model_len,
         quantization=rounds_to(config.quantization, model.packed),
         attention_sinks=config.sinks(model.shape.max_positions, own.max_model_len),
-        ranks=kernels.ranks(board, model.shape.hidden, model.shape.vocab),
+        ranks=kernels.ranks(board, share_of(config, own.number), model.shape.hidden, model.shape.vocab),
     )
 
 
@@ -99,12 +99,14 @@ def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> N
 def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
     cache_dtype = KV_CACHE_DTYPES[own.config.kv_cache_dtype] or model.dtype
     sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
-    return Follower(model, model.kernels, model.device, cache_dtype, *sizes, groups=pool.groups)
+    more = pool.checkpoints, pool.groups
+    return Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)
 
 
 def _step(runner: Follower, step: Step) -> None:
     if step.recovers:
-        runner.recover()
+        runner.recover_together()
+    runner.begin_together()
     for seq_id in step.forgotten:
         runner.forget(seq_id)
     for new in step.plan.new:

@@ -36,16 +36,25 @@ def _most_parts(rows: int) -> int:
 
 
 class _Mirror:
-    """An array of the host, and a tensor at a fixed address of the device that takes its numbers."""
+    """Arrays of the host, and a tensor at a fixed address of the device that takes their numbers.
+
+    The arrays are used in turn: a step is laid out while the device may still copy the numbers of the one before.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array: NDArray[np.generic] = self._host.numpy()
+        hosts = [torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._host, self._other = [(host, host.numpy()) for host in hosts]
+
+    @property
+    def array(self) -> NDArray[np.generic]:
+        """Where the numbers of the next send() are written; what it has is older."""
+        return self._host[1]
 
     def send(self, *part: slice) -> None:
-        """Copy these numbers; the host does not wait. It must not change them before the step has ended."""
-        self.tensor[part].copy_(self._host[part], non_blocking=True)
+        """Copy these numbers; the host does not wait. Those of the next step are written to the other array."""
+        self.tensor[part].copy_(self._host[0][part], non_blocking=True)
+        self._host, self._other = self._other, self._host
 
 
 class DecodeBuffers:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from headway.engine.config import EngineConfig
+from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Request
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -46,6 +47,19 @@ class SetClasses(_Message):
     weights: dict[str, float]
 
 
+class LoadAdapter(_Message):
+    """Asks for the adapter in a folder; the answer is an AdapterFound."""
+
+    name: str
+    path: str
+
+
+class DropAdapter(_Message):
+    """An adapter is not asked for by its name any more."""
+
+    digest: str
+
+
 class Explain(_Message):
     """Asks for the last steps, at most so many that were decided after a time; the answer is an Explanation."""
 
@@ -70,6 +84,23 @@ class Progress(_Message):
     elapsed_ns: int
 
 
+class AdapterFound(_Message):
+    """An adapter, or why there is none: one line for the user.
+
+    Args:
+        digest: of its weights and settings.
+        rank: the greatest of its layers.
+        num_bytes: in the host's memory.
+    """
+
+    name: str
+    path: str
+    digest: str = ""
+    rank: int = 0
+    num_bytes: int = 0
+    error: str = ""
+
+
 class Ready(_Message):
     protocol: int
     startup_ns: dict[str, int]  # stage of start-up -> nanoseconds
@@ -89,6 +120,7 @@ class Ready(_Message):
     kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
     draft_block_bytes: int = 0  # bytes of a block of the draft model's KV cache, if there is one
     roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
+    adapters: list[AdapterFound] = []  # those of lora_modules
 
 
 class Failed(_Message):
@@ -164,6 +196,7 @@ class SequenceOutput(_Message):
     drafts: int = 0  # that were tried for it until now
     accepted_drafts: int = 0
     vector: bytes | None = None  # the vector of a request with pooling: float32, with the last output
+    handle: Handle | None = None  # of a request that hands over, with the last output: what another engine is told
 
 
 class EngineStats(_Message):
@@ -198,6 +231,8 @@ class EngineStats(_Message):
     allocated_blocks: int = 0
     allocated_runs: int = 0  # runs of consecutive blocks that the allocated ones make in block tables
     swaps: dict[str, int] = {}  # what HostPool counts: tokens, decisions and predicted nanoseconds
+    adapters: dict[str, int] = {}  # what AdapterSlots counts: hits, misses and loads
+    adapter_slots_used: int = 0
     swap_usage: float = 0.0  # share of the host's blocks in use, 0..1
     fairness_lead: float = 0.0  # most tokens that a tenant was ahead of another that waited, by weight
     fairness_bound: float = 0.0  # most tokens that it could have been ahead
@@ -274,5 +309,5 @@ class EngineOutputs(_Message):
     made_ns: int  # when the engine sent it
 
 
-ToEngine = Configure | AddRequest | AbortRequest | SetClasses | Explain | Shutdown
-FromEngine = Progress | Ready | Failed | EngineOutputs | Explanation
+ToEngine = Configure | AddRequest | AbortRequest | SetClasses | LoadAdapter | DropAdapter | Explain | Shutdown
+FromEngine = Progress | Ready | Failed | EngineOutputs | Explanation | AdapterFound

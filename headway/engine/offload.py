@@ -23,10 +23,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headway.engine.config import EngineConfig
+from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest
 from headway.engine.swap import HostBlocks
+from headway.engine.weight_cache import checkpoint_identity
 from headway.policy.cache.offload import LoadTime, Offloading
-from headway.policy.step.request import Sequence
+from headway.policy.cache.sizing import PoolSize
+from headway.policy.step.request import Sequence, cache_key
 from headway.policy.step.scheduler import Scheduler
 
 _HEADER = struct.Struct("16s32sQ32s")  # a mark, the page's name, bytes of its content, and their SHA-256
@@ -34,6 +38,8 @@ _MARK = b"headway kvpage 1"
 _ENDING, _DRAFT = ".kv", ".draft"
 _ABANDONED_S = 3600.0
 _MEASURED_PAGES = 8
+# Host memory for blocks on their way.
+_STAGED_BYTES, _LEAST_STAGED = 256 << 20, 64
 _REDIS_S = 2.0  # for an answer
 _REDIS_NAMES = 1_000_000  # names of pages that are remembered as written
 logger = logging.getLogger("headway.engine")
@@ -248,7 +254,7 @@ class Loading(Future[None]):
         """Nothing that goes wrong here ends a request."""
 
 
-class Offload:
+class Offload(StepHooks):
     """Moves blocks between the host's memory and a store.
 
     Args:
@@ -296,13 +302,13 @@ class Offload:
 
     # --- in -----------------------------------------------------------------------------------------
 
-    def begin(self, request: AddRequest) -> Loading | None:
-        """Begin to read what of a prompt pays to be loaded; None where there is nothing, or it was begun before."""
-        if request.request_id in self._loading or request.pooling is not None or request.resumed:
+    def awaited(self, request: AddRequest) -> Loading | None:
+        """Begin to read what of a prompt pays to be loaded; None where there is nothing."""
+        if request.handle is not None or request.pooling is not None or request.resumed:
             return None
         if request.params.prompt_logprobs is not None or (self._overdue is not None and self._overdue.is_late):
             return None
-        salt = request.cache_salt
+        salt = cache_key(request.cache_salt, request.adapter)
         first, names, wait_ns = self.policy.wanted(request.prompt_token_ids, salt)
         if not names:
             return None
@@ -335,22 +341,23 @@ class Offload:
             self._store.drop(name)
         return content
 
-    def give(self, request_id: str, sequence: Sequence) -> None:
-        """Give a sequence that begins to wait what was read for its request, if anything was."""
-        loading = self._loading.pop(request_id, None)
+    def queued(self, request: AddRequest, sequences: list[Sequence]) -> None:
+        """Give the first sequence what was read for its request, if anything was."""
+        loading = self._loading.pop(request.request_id, None)
         if loading is None:
             return
         if loading.is_late:
             self._overdue = loading
             self._pool.counts["late"] += 1
             return
+        sequence = sequences[0]
         if sequence.cache_salt != loading.salt or sequence.swapped is not None:
             return
         host_blocks = self.policy.loaded(sequence, loading.first, len(loading.pages))
         self._host.arrived.update(zip(host_blocks, loading.pages, strict=False))
 
-    def forget(self, request_id: str) -> None:
-        """The request was dropped."""
+    def left(self, request_id: str) -> None:
+        """See StepHooks."""
         self._loading.pop(request_id, None)
 
     # --- how long it takes --------------------------------------------------------------------------
@@ -376,3 +383,30 @@ class Offload:
                 self._store.drop(name)
         page_ns = max(1.0, (times[1] - times[0]) / (_MEASURED_PAGES - 1))
         return LoadTime(max(0.0, times[0] - page_ns), page_ns)
+
+
+def staged_blocks(config: EngineConfig, pool: PoolSize, block_bytes: int) -> int:
+    """How many blocks of the host's memory hold what is on its way.
+
+    Raises:
+        StoreError: nothing can be kept beyond the host's memory; one line.
+    """
+    wrong = {
+        "layers with a window have block tables of their own": bool(pool.groups),
+        "states of recurrent layers are not kept": pool.checkpoints is not None,
+        "ranks keep nothing": config.ranks > 1,
+        "there is no prefix cache (enable_prefix_caching)": not config.enable_prefix_caching,
+        "record_steps cannot tell what was loaded": config.record_steps is not None,
+    }
+    if why := next((reason for reason, holds in wrong.items() if holds), None):
+        raise StoreError(f"kv_offload: {why}; leave it out")
+    return max(_STAGED_BYTES // block_bytes, _LEAST_STAGED)
+
+
+def offload_of(config: EngineConfig, folder: Path, scheduler: Scheduler, host: HostBlocks, device: str) -> Offload:
+    """What keeps evicted blocks, under a name of all that their bytes depend on. Raises StoreError."""
+    assert config.kv_offload is not None
+    sizes = [device, host.block_bytes, config.block_size, scheduler.config.max_model_len]
+    options = config.dtype, config.quantization, config.load_format, config.seed, config.kv_cache_dtype
+    name = model_name(folder, [checkpoint_identity(folder), *sizes, *options])
+    return Offload(open_store(config.kv_offload, name, round(config.kv_offload_size * 2**30)), scheduler, host)

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,9 +28,11 @@ from headway.engine.messages import (
     AbortRequest,
     AddRequest,
     Configure,
+    DropAdapter,
     Explain,
     Failed,
     FromEngine,
+    LoadAdapter,
     Progress,
     Ready,
     SetClasses,
@@ -41,8 +44,10 @@ from headway.policy.admission.intake import taken_up
 
 if TYPE_CHECKING:
     from headway.engine.core import EngineCore
+    from headway.models.adapters import Adapter
 
 IDLE_POLL_MS = 500
+FINDING_POLL_MS = 5  # while the folder of an adapter is being read
 # How long a step may wait for the API process to read what a full socket keeps back.
 SEND_WAIT_MS = 10
 RECEIVED_AT_ONCE = 1 << 18
@@ -157,6 +162,7 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             engine.kept_bytes,
             engine.draft_block_bytes,
             engine.roofline,
+            engine.adapters,
         )
     )
     from headway.engine.executor import EngineFault  # which is imported by now
@@ -179,9 +185,11 @@ def quiet_garbage_collector() -> None:
 
 def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
     checking: Iterator[None] | None = None  # checks the pool's integrity while there is nothing else to do
+    finding: list[tuple[LoadAdapter, Future[Adapter]]] = []  # folders of adapters that are being read
     while True:
         busy = core.has_work
-        messages = channel.receive(core.waits_ms if busy else 0 if checking else IDLE_POLL_MS)
+        idle_ms = FINDING_POLL_MS if finding else IDLE_POLL_MS
+        messages = channel.receive(core.waits_ms if busy else 0 if checking else idle_ms)
         for message in taken_up(messages, time.monotonic_ns):
             if isinstance(message, AddRequest):
                 core.add(message)
@@ -195,8 +203,17 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
                 is_timed = message.with_parts or message.kernels is not None
                 kernels = core.executor.timed(message.kernels) if is_timed else ()
                 channel.send(explanation(core.scheduler, message, time.monotonic_ns(), kernels))
+            elif isinstance(message, LoadAdapter) and core.adapters is not None:
+                finding.append((message, core.adapters.find(message.path)))
+            elif isinstance(message, DropAdapter) and core.adapters is not None:
+                core.adapters.drop(message.digest)
             elif isinstance(message, Shutdown):
                 return 0
+        if finding and finding[0][1].done():
+            from headway.engine.adapters import found_in
+
+            asked, reading = finding.pop(0)
+            channel.send(found_in(reading, asked.name, asked.path))
         if core.has_work:
             channel.send(core.step())
             checking = core.check_by_parts()
@@ -204,6 +221,8 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             channel.send(core.idle())
         elif checking is None:
             core.executor.look()
+            for hook in core.hooks:
+                hook.idle()
         elif next(checking, _CHECKED) is _CHECKED:
             checking = None
         if os.getppid() != parent:

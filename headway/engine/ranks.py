@@ -24,12 +24,14 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.executor import EngineFault, StepOutcome
+from headway.engine.memory import Groups, bytes_per_block
 from headway.engine.runner import Runner
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
 from headway.kernels.interface import Kernels, KernelTime
+from headway.kernels.ranks import Share
 from headway.models.config import ModelConfig
 from headway.models.sharding import part_of
 from headway.policy.step.plan import StepPlan
@@ -37,6 +39,11 @@ from headway.policy.step.plan import StepPlan
 _LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
 _PAUSE_S = 0.0005
 _encoder = msgspec.msgpack.Encoder()
+
+
+def share_of(config: EngineConfig, number: int) -> Share:
+    """What the rank of this number has of the model."""
+    return Share.of(number, config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size)
 
 
 class Assignment(msgspec.Struct, array_like=True):
@@ -61,6 +68,7 @@ class Pool(msgspec.Struct, array_like=True, tag=True):
     max_num_seqs: int
     max_model_len: int
     host_blocks: int
+    checkpoints: int
     groups: list[list[tuple[int, ...]]]
 
 
@@ -86,7 +94,7 @@ class Followers:
     The thread also starts them: a rank ends with the thread that started it, which lives as long as this process.
 
     Args:
-        config: of the engine; ranks are as many as its tensor_parallel_size.
+        config: of the engine, which says how many ranks there are.
         model: of the whole model.
 
     Attributes:
@@ -99,8 +107,8 @@ class Followers:
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
-        self.count = config.tensor_parallel_size
-        part_of(model, 0, self.count)
+        self.count = config.ranks
+        self._parts = [part_of(model, share_of(config, number)) for number in range(self.count)]
         self._config, self._timeout_s = config, config.rank_timeout
         self.fault, self.serves = "", False
         self._is_over = False
@@ -130,7 +138,11 @@ class Followers:
     def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks:
         """What layers of this process say to the others."""
         assert isinstance(kernels, CpuKernels)
-        return kernels.ranks(self.board, model.shape.hidden, model.shape.vocab)
+        return kernels.ranks(self.board, share_of(self._config, 0), model.shape.hidden, model.shape.vocab)
+
+    def bytes_per_block(self, dtype: torch.dtype, groups: Groups) -> int:
+        """Bytes of a block of the KV cache in all ranks. See bytes_per_block()."""
+        return sum(bytes_per_block(part.caches, self._config.block_size, dtype, groups) for part in self._parts)
 
     def executor(
         self,
@@ -139,6 +151,7 @@ class Followers:
         max_num_seqs: int,
         max_model_len: int,
         host_blocks: int,
+        checkpoints: int,
         groups: Sequence[Sequence[tuple[int, ...]]],
     ) -> RankedExecutor:
         """The executor of this process's runner and all others, which have loaded then. See Runner.
@@ -146,7 +159,7 @@ class Followers:
         Raises:
             ValueError: another rank could not load its part, or is gone.
         """
-        sizes = num_blocks, max_num_seqs, max_model_len, host_blocks
+        sizes = num_blocks, max_num_seqs, max_model_len, host_blocks, checkpoints
         try:
             self.send(Pool(*sizes, [[*group] for group in groups]))
             self.board.await_done(self._wait)
@@ -236,7 +249,7 @@ class _Progress:
     def __init__(self, board: RankBoard, pids: list[int]) -> None:
         self._board, self._pids = board, pids
         self._looked = time.monotonic()
-        self._seen = [(0, 0.0)] * len(pids)  # how often each rank had met the others, and its processor time
+        self._seen = [(0, 0.0)] * len(pids)  # how far each rank had got, and its processor time
         self._late_s = [0.0] * len(pids)
 
     def late(self, limit_s: float, most_s: float, serves: bool) -> str:
@@ -250,10 +263,11 @@ class _Progress:
         passed, self._looked = min(now - self._looked, most_s), now
         for index, pid in enumerate(self._pids):
             rank = index + 1
-            (state, had_s), (met, before_s) = main_thread(pid), self._seen[index]
-            self._seen[index] = self._board.met(rank), had_s
-            is_late = self._board.owes(rank) if serves else state in STOPPED
-            if not is_late or self._seen[index][0] != met:
+            (state, had_s), (got, before_s) = main_thread(pid), self._seen[index]
+            self._seen[index] = self._board.progress(rank), had_s
+            holds_up = self._board.is_awaited(rank) or not serves
+            is_late = holds_up and (state in STOPPED or (serves and not self._board.awaits(rank)))
+            if not is_late or self._seen[index][0] != got:
                 self._late_s[index] = 0.0
             else:
                 self._late_s[index] += min(passed, had_s - before_s) if state in WANTS_TO_RUN else passed
@@ -307,6 +321,7 @@ class RankedExecutor:
         self.look()
         self._followers.send(Step(plan, self._forgotten, self._recovers))
         self._forgotten, self._recovers = [], False
+        self._runner.begin_together()
         try:
             outcome = self._runner.run(plan)
             self._followers.check()
@@ -326,5 +341,5 @@ class RankedExecutor:
 
     def recover(self) -> None:
         """See Executor."""
-        self._runner.recover()
+        self._runner.recover_together()
         self._recovers = True

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from headway.engine.drafts import try_drafts
+from headway.engine.draws import UNDECIDED
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.graphs import DecodeBuffers, graph_sizes
+from headway.engine.launched import ComputedStep, DeviceTimer, Drawn
 from headway.engine.layout import ModelInput, StepLayout
 from headway.engine.logprobs import logprobs_of_prompts
 from headway.engine.memory import Groups, caches_in, zero_caches, zero_places
@@ -26,10 +28,12 @@ from headway.engine.swap import HostBlocks
 from headway.kernels.interface import Kernels, KernelTime, LayerCache
 from headway.models.decoder import Decoder
 from headway.policy.step.accounting import StepTimes
-from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan
+from headway.policy.step.plan import UNKNOWN, ScheduledSequence, SequenceState, StepPlan
 
 if TYPE_CHECKING:
+    from headway.engine.adapters import Adapters
     from headway.engine.grammars import Grammars
+    from headway.engine.model_results import ModelResults
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 
@@ -43,14 +47,18 @@ class Runner:
         max_num_seqs, max_model_len: bounds of the block table array.
         host_blocks: how many blocks in host memory preempted sequences may be swapped out to.
         checkpoints: states of recurrent layers that may be kept beside those of running sequences.
+        draft_states: those before drafts: so many drafts may be in a step.
         groups: KV cache groups; empty where one block table is for all.
         graphs: on a GPU, launch decode steps as CUDA graphs.
         folder: the checkpoint's, whose tokenizer.json grammars need.
 
     Attributes:
         grammars: what sequences are held to; None until one is.
+        results: keeps the results of steps for a head that makes drafts; None for none.
+        adapters: those that sequences may have; None where there are none.
         host: the blocks in host memory; None without any.
         decodes: lays out the steps that are launched as graphs; None where none are.
+        runs_ahead: a step may be submitted while another runs, as the host waits for nothing but its tokens.
     """
 
     def __init__(
@@ -68,9 +76,12 @@ class Runner:
         groups: Groups = (),
         graphs: bool = False,
         folder: Path | None = None,
+        draft_states: int = 0,
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
+        self.results: ModelResults | None = None
+        self.adapters: Adapters | None = None
         self._folder = folder
         self.model = model
         self.vocab_size = config.shape.vocab
@@ -85,14 +96,17 @@ class Runner:
             shares = [self._paged[0].keys[0].numel() // tensor[0].numel() for tensor in of_groups]
         else:
             shares = [1]
-            self.caches = zero_caches(*pool, max_num_seqs + checkpoints)
+            self.caches = zero_caches(*pool, max_num_seqs + checkpoints + draft_states)
             caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
             self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
-        self._states = StateSlots(max_num_seqs, checkpoints, device) if config.shape.recurrent else None
+        slots = max_num_seqs, checkpoints, draft_states
+        self._states = StateSlots(*slots, device) if config.shape.recurrent else None
+        self._takes_drafts = self._states is None or draft_states > 0
         self.sampler = Sampler(config.shape.vocab, device, kernels.draw, kernels.forbid)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)
-        self._has_experts = config.routing is not None
+        self._has_experts = config.routing is not None  # the host reads what the device counts of them
+        self.runs_ahead = device.type == "cuda" and self._states is None and not self._has_experts
         self.decodes: DecodeBuffers | None = None
         if graphs and device.type == "cuda" and self._states is None:
             # Rows of no sequence would go to experts too, whose weights are then read for nothing.
@@ -100,6 +114,8 @@ class Runner:
             of_tables = self.layout.tables, block_size, max_model_len
             self.decodes = DecodeBuffers(device, sizes, padded, *of_tables)
         self._known: dict[int, SequenceState] = {}
+        self._drawn: Drawn | None = None  # of the last step that was submitted
+        self._ended_ns = 0
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -107,6 +123,8 @@ class Runner:
         for step in () if self.decodes is None else self.decodes.empty_steps():
             for _ in ("compiled", "captured"):
                 self.model.forward(step.token_ids, step.geometry, self.caches)
+                if self.adapters is not None:
+                    self.adapters.empty_decoder(step).forward(step.token_ids, step.geometry, self.caches)
 
     def look(self) -> None:
         """Do nothing: a device that is lost shows itself in the next step."""
@@ -114,6 +132,50 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run a step and read its tokens back: here the host waits for the device, and again for prompt_logprobs."""
+        step = self._compute(plan)
+        outcome, grammars = step.outcome, step.grammars
+        if step.logits is not None:
+            masks = {} if grammars is None else grammars.masks(plan.scheduled, self._states is not None)
+            self._sample(step.logits, plan.scheduled, step.sequences, outcome, masks)
+        for seq_id, part in outcome.pooled.items():
+            if not np.isfinite(part).all():
+                outcome.tokens[seq_id] = None
+        self._note_times(step)
+        if step.routed is not None:
+            outcome.routing = self.kernels.routing_counts().since(step.routed)
+        if grammars is not None and self._takes_drafts:
+            outcome.drafts = grammars.foresee(plan.scheduled, step.sequences, outcome.tokens)
+        return outcome
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> ComputedStep:
+        """See AheadExecutor."""
+        follows = plan.scheduled[0].token_ids[0] == UNKNOWN
+        step = self._compute(plan, self._drawn if follows else None)
+        assert step.logits is not None
+        ids = self.sampler.begin(step.logits, step.sequences)
+        step.drawn = self._drawn = Drawn(ids, [item.seq_id for item in plan.scheduled])
+        if step.timer is not None:
+            step.timer.end()
+        step.sampled_ns = time.monotonic_ns()
+        return step
+
+    def collect(self, submitted: ComputedStep) -> StepOutcome | None:
+        """See AheadExecutor."""
+        outcome, drawn = submitted.outcome, submitted.drawn
+        assert drawn is not None
+        self._note_times(submitted)
+        tokens = drawn.read()
+        if UNDECIDED in tokens:
+            return None
+        for item, sequence, token in zip(submitted.scheduled, submitted.sequences, tokens, strict=True):
+            outcome.tokens[item.seq_id] = [token] if token != BAD_TOKEN else None
+            if len(sequence.tokens) > item.start + 1:  # the step behind has left a place for it
+                sequence.tokens[item.start + 1] = token
+        return outcome
+
+    def _compute(self, plan: StepPlan, drawn: Drawn | None = None) -> ComputedStep:
+        """Compute a step up to its logits. Where the plan does not know its tokens, `drawn` has them."""
         if plan.swaps or plan.copies:
             self._copy_blocks(plan)
         sequences = self._apply(plan)
@@ -124,9 +186,13 @@ class Runner:
             self._catch_up(plan.scheduled, sequences, self._states)
         step = None if self.decodes is None else self.decodes.lay_out(plan.scheduled, sequences)
         step = step or self.layout.lay_out(plan.scheduled, sequences)
+        if drawn is not None:
+            drawn.fill(step.token_ids, plan.scheduled)
         routed = self.kernels.routing_counts() if self._has_experts else None
         launched = time.monotonic_ns()
         hidden = self._forward(step, plan.scheduled, sequences)
+        if self.results is not None:
+            self.results.heed(plan.scheduled, hidden)
         outcome = StepOutcome(StepTimes(launched, launched, launched))
         if plan.work.logit_rows:
             outcome.prompt_logprobs = logprobs_of_prompts(self.model, hidden, plan.scheduled, sequences)
@@ -136,26 +202,26 @@ class Runner:
         if len(step.last_rows):
             everyone = len(step.last_rows) == len(hidden)
             logits = self.model.logits(hidden if everyone else self.kernels.take(hidden, step.last_rows))
-        timer, computed = _DeviceTimer() if self.device.type == "cuda" else None, time.monotonic_ns()
-        if logits is not None:
-            masks = {} if grammars is None else grammars.masks(plan.scheduled, self._states is not None)
-            self._sample(logits, plan.scheduled, sequences, outcome, masks)
-        for seq_id, part in outcome.pooled.items():
-            if not np.isfinite(part).all():
-                outcome.tokens[seq_id] = None
-        computed, sampled = (computed, time.monotonic_ns()) if timer is None else timer.stop()
-        if routed is not None:
-            outcome.routing = self.kernels.routing_counts().since(routed)
-        outcome.times = StepTimes(launched, max(launched, computed), max(launched, sampled))
-        if grammars is not None and self._states is None:
-            outcome.drafts = grammars.foresee(plan.scheduled, sequences, outcome.tokens)
-        return outcome
+        timer, computed_ns = DeviceTimer() if self.device.type == "cuda" else None, time.monotonic_ns()
+        return ComputedStep(plan.scheduled, sequences, outcome, logits, grammars, routed, timer, computed_ns)
+
+    def _note_times(self, step: ComputedStep) -> None:
+        """Note when a step began and ended. One that was submitted early begins when the one before has ended."""
+        computed_ns, sampled_ns = step.computed_ns, step.sampled_ns or time.monotonic_ns()
+        if step.timer is not None:
+            computed_ns, sampled_ns = step.timer.stop()
+        launched_ns = max(step.outcome.times.launched_ns, self._ended_ns)
+        self._ended_ns = max(launched_ns, sampled_ns)
+        step.outcome.times = StepTimes(launched_ns, max(launched_ns, computed_ns), self._ended_ns)
 
     def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
         states = self._states
         if states is not None:
             step.geometry.spans = states.lay_out(scheduled, sequences)
-        hidden = self.model.forward(step.token_ids, step.geometry, self.caches)
+        adapters, model = self.adapters, self.model
+        if adapters is not None and adapters.slots:
+            model = adapters.decoder_for(step, scheduled) or model
+        hidden = model.forward(step.token_ids, step.geometry, self.caches)
         if states is not None:
             states.advance(scheduled)
         return hidden
@@ -197,13 +263,30 @@ class Runner:
                 self.grammars.forget(seq_id)
             if self._states is not None:
                 self._states.forget(seq_id)
+            if self.results is not None:
+                self.results.forget(seq_id)
+            if self.adapters is not None:
+                self.adapters.slots.pop(seq_id, None)
             self.layout.tables.forget(seq_id)
             self.sampler.forget(sequence)
+
+    def begin_together(self) -> None:
+        """A step begins that other ranks run, too."""
+        if self._states is not None:
+            self._states.begin()
+
+    def recover_together(self) -> None:
+        """Recover as all other ranks do, which may have come further in the step that failed, or less far."""
+        self.recover()
+        if self._states is not None:
+            self._states.doubt()
 
     def recover(self) -> None:
         """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
         self.layout.reset()
         self.sampler.reset()
+        if self._states is not None:
+            self._states.reset()
         if self.grammars is not None:
             self.grammars.reset()
 
@@ -222,6 +305,8 @@ class Runner:
         known = self._known
         for new in plan.new:
             known.setdefault(new.seq_id, new)
+            if self.adapters is not None and new.slot >= 0:
+                self.adapters.slots[new.seq_id] = new.slot
             if new.params.structured_outputs is not None:
                 self.grammars_of_model().join(new)
         for change in plan.tables:
@@ -267,6 +352,8 @@ class Runner:
                 outcome.logprobs.pop(seq_id, None)
                 if mask:
                     outcome.reasons[seq_id] = mask
+        if self._states is not None and max(rows) > 1:
+            self._states.accept(scheduled, outcome.tokens)
 
 
 def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequence]) -> list[Mask | None]:
@@ -276,19 +363,3 @@ def _by_row(masks: dict[int, Mask | str | None], scheduled: list[ScheduledSequen
         mask = masks.get(item.seq_id)
         rows += [None] * item.samples if mask is None or isinstance(mask, str) else list(mask)
     return rows
-
-
-class _DeviceTimer:
-    """Times the end of the forward pass and the end of sampling on a GPU without an extra wait for it."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def stop(self) -> tuple[int, int]:
-        """(forward done, sampling done) on the host's clock, in nanoseconds."""
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        end.synchronize()
-        now = time.monotonic_ns()
-        return now - int(self._event.elapsed_time(end) * 1e6), now

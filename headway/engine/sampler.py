@@ -106,12 +106,7 @@ class Sampler:
             return Sampled([], [])
         if positions is None:
             positions = [len(sequence.tokens) for sequence in sequences]
-        batch = self._batch
-        if batch is None or batch.sequences != sequences:
-            batch = self._batch = describe(sequences, positions, self._edits, self._masks, self.vocab_size)
-            self._known.update(sequences)
-            if self._draw is not None:
-                self._table = _table(batch, self.vocab_size)
+        batch = self._batch_of(sequences, positions)
         if batch.allowed:  # a sequence has these or a grammar
             masks = [
                 batch.allowed.get(row) if mask is None else mask
@@ -129,6 +124,28 @@ class Sampler:
         if batch.wants_logprobs:
             return Sampled(token_ids, self._tensors.logprobs(logits, token_ids, batch))
         return Sampled(token_ids, [None] * len(token_ids))
+
+    def begin(self, logits: Tensor, sequences: list[SequenceState]) -> Tensor:
+        """Choose tokens as sample() does, for sequences without penalties, grammars and log-probabilities.
+
+        Returns:
+            [R] int64 on the device, for which nobody waits. UNDECIDED stands for a token that only sample() finds.
+        """
+        if self._draw is not None:
+            return torch.tensor(self.sample(logits, sequences).token_ids)
+        positions = [len(sequence.tokens) for sequence in sequences]
+        batch = self._batch_of(sequences, positions)
+        masks = [batch.allowed.get(row) for row in range(len(sequences))] if batch.allowed else None
+        return self._tensors.begin(logits, batch, positions, self._penalties, masks)
+
+    def _batch_of(self, sequences: list[SequenceState], positions: list[int]) -> SamplingBatch:
+        batch = self._batch
+        if batch is None or batch.sequences != sequences:
+            batch = self._batch = describe(sequences, positions, self._edits, self._masks, self.vocab_size)
+            self._known.update(sequences)
+            if self._draw is not None:
+                self._table = _table(batch, self.vocab_size)
+        return batch
 
     def forget(self, sequence: SequenceState) -> None:
         """Forget a sequence that is finished or preempted. Does nothing for an unknown one."""

@@ -87,13 +87,13 @@ def _prepare(config: EngineConfig) -> tuple[mmap.mmap | None, WeightCache | None
     can_prepare, cache = not with_gpu and not several_nodes and sys.platform == "linux", None
     try:
         folder = Path(config.model)
-        is_whole = config.tensor_parallel_size == 1  # parts of ranks are not kept
+        is_whole = config.ranks == 1  # parts of ranks are not kept
         cache = WeightCache.of(config) if can_prepare and is_whole else None
         if cache is not None and cache.begin():
             return None, cache
         if config.load_format != "dummy":
             read_ahead(folder)
-        size = packed_bytes(config, ModelConfig.from_folder(folder)) // config.tensor_parallel_size
+        size = packed_bytes(config, ModelConfig.from_folder(folder)) // config.ranks
         stored = sum(path.stat().st_size for path in weight_files(folder))
         claims_too_much = config.load_format != "dummy" and size > _MOST_GROWTH * stored
         if not can_prepare or size < _PIECE or claims_too_much:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headway.kernels.interface import LayerCache
 from headway.policy.cache.swap import BlockSwap, SwapSpace
@@ -69,6 +71,16 @@ class HostBlocks:
             row.copy_(self._rows[host_block], non_blocking=True)
         for part, columns in zip(self._parts, staged.split(self._sizes, 1), strict=True):
             part.index_copy_(0, numbers, columns.contiguous().view(-1, *part.shape[1:]))
+
+    @property
+    def geometry(self) -> list[tuple[str, list[int]]]:
+        """The types and shapes of what a row has of a block, in order."""
+        return [(str(part.dtype), list(part.shape[1:])) for part in self._parts]
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The memory itself: [blocks, bytes]."""
+        return self._rows.numpy()
 
     @torch.inference_mode()
     def measured(self) -> SwapSpace:

@@ -128,20 +128,40 @@ class TensorSampler:
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The token and the log-probabilities of each row, as Sampler.sample() gives them."""
         with torch.inference_mode(), _threads_for(logits):
-            tensors = batch.tensors = batch.tensors or self._describe(batch)
-            raw = draws.padded(logits, self._room(len(batch.sequences)))
-            rows = self._prepare(raw, raw is logits, batch, tensors, positions, penalties, masks)
-            bad = ~rows.best.isfinite().squeeze(1)
+            raw, rows, tensors = self._rows(logits, batch, positions, penalties, masks)
             ids = torch.empty(len(raw), dtype=torch.int64, device=self.device)
             groups = tensors.groups
             while True:
-                for group in groups:
-                    part = rows if len(group.members) == len(ids) else rows.take(group.rows)
-                    ids[group.rows] = draws.draw(part, group.cut)
-                sampled = self._read(raw, ids.masked_fill_(bad, BAD_TOKEN), batch, tensors)
+                sampled = self._read(raw, _draw(rows, groups, ids), batch, tensors)
                 groups = undecided(groups, sampled[0], raw.shape[1], self.device)
                 if not groups:
                     return sampled
+
+    def begin(
+        self,
+        logits: Tensor,
+        batch: SamplingBatch,
+        positions: list[int],
+        penalties: PenaltyTable,
+        masks: list[Mask | None] | None,
+    ) -> Tensor:
+        """The token of each row on the device, or UNDECIDED, as Sampler.begin() gives them."""
+        with torch.inference_mode(), _threads_for(logits):
+            _, rows, tensors = self._rows(logits, batch, positions, penalties, masks)
+            return _draw(rows, tensors.groups, torch.empty(len(logits), dtype=torch.int64, device=self.device))
+
+    def _rows(
+        self,
+        logits: Tensor,
+        batch: SamplingBatch,
+        positions: list[int],
+        penalties: PenaltyTable,
+        masks: list[Mask | None] | None,
+    ) -> tuple[Tensor, draws.Rows, TensorBatch]:
+        """The logits in float32, what is drawn from, and how."""
+        tensors = batch.tensors = batch.tensors or self._describe(batch)
+        raw = draws.padded(logits, self._room(len(batch.sequences)))
+        return raw, self._prepare(raw, raw is logits, batch, tensors, positions, penalties, masks), tensors
 
     def logprobs(self, logits: Tensor, token_ids: list[int], batch: SamplingBatch) -> list[TokenLogprobs | None]:
         """The log-probabilities of tokens that a kernel has drawn from logits, row by row."""
@@ -221,6 +241,14 @@ class TensorSampler:
         width = table.shape[1]
         rows = [numbers[start : start + width] for start in range(count, len(numbers), width)]
         return token_ids, _entries(token_ids, rows, batch)
+
+
+def _draw(rows: draws.Rows, groups: list[Group], ids: Tensor) -> Tensor:
+    """Draw the tokens of these groups into `ids`, which has all rows. Bad rows have BAD_TOKEN then."""
+    for group in groups:
+        part = rows if len(group.members) == len(ids) else rows.take(group.rows)
+        ids[group.rows] = draws.draw(part, group.cut)
+    return ids.masked_fill_(~rows.best.isfinite().squeeze(1), BAD_TOKEN)
 
 
 def _entries(token_ids: list[int], rows: list[list[float]], batch: SamplingBatch) -> list[TokenLogprobs | None]:

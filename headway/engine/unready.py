@@ -1,27 +1,30 @@
-"""The requests for which a thread compiles a grammar or loads KV blocks. The scheduler does not know of them yet."""
+"""The requests that wait for a grammar to be compiled, or for keys and values from elsewhere, in threads.
+
+Until then the scheduler does not know of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings
 from headway.policy.step.ledger import Phase
 
-POLL_MS = 2  # how often an engine that has nothing else to do looks whether one is ready
+POLL_MS = 2  # how often an engine that has nothing else to do looks whether one waits no longer
 
 
-def waits_in(request: AddRequest) -> Phase:
-    """The phase of a request that is unready."""
-    return Phase.QUEUE_BLOCKS if request.params.structured_outputs is None else Phase.GRAMMAR
-
-
-class Unready(dict[str, tuple[Future[None], AddRequest, int]]):
+class Unready(dict[str, tuple[Sequence[Future[Any]], AddRequest, int]]):
     """Requests by id: what each waits for, the request, and since when it waits, in nanoseconds."""
 
     def take_ready(self) -> list[tuple[AddRequest, int, BaseException | None]]:
         """Take out those that wait no longer: the request, since when it has waited, and why there is no grammar."""
-        ready = [name for name, (compiled, _, _) in self.items() if compiled.done()]
-        return [(request, began, compiled.exception()) for compiled, request, began in map(self.pop, ready)]
+        ready = [name for name, (awaited, _, _) in self.items() if all(each.done() for each in awaited)]
+        return [
+            (request, began, next(filter(None, [each.exception() for each in awaited]), None))
+            for awaited, request, began in map(self.pop, ready)
+        ]
 
     def abort(self, request_id: str, index: int, now: int) -> SequenceOutput | None:
         """Drop one choice of a request that waits, or all with index -1. A single choice gets a last output."""
@@ -36,3 +39,10 @@ class Unready(dict[str, tuple[Future[None], AddRequest, int]]):
         if not left:
             del self[request_id]
         return last
+
+
+def waits_in(request: AddRequest) -> Phase:
+    """The phase of a request that waits: for another engine, if it does for that, for its grammar, or for blocks."""
+    if request.handle is not None:
+        return Phase.KV_TRANSFER
+    return Phase.QUEUE_BLOCKS if request.params.structured_outputs is None else Phase.GRAMMAR

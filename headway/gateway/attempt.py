@@ -13,7 +13,6 @@ from headway.gateway.member import Member, clock
 from headway.gateway.upstream import Connection, UpstreamFailed
 from headway.policy.admission.queue_bound import Place
 from headway.policy.fleet.backend import Ask
-from headway.policy.step.step_time import StepWork
 from headway.server.edge.streaming import EventWriter, SlowReader
 
 # The most bytes of an answer in one piece, which is held until all of it is there; and those that may wait for a client
@@ -39,7 +38,9 @@ class Attempt:
     """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
 
     Args:
+        learn: is told how long the first token of a stream took, in nanoseconds.
         on_token: called once, when the first token has come.
+        tokens: of the prompt, those that are computed there.
 
     Attributes:
         ready: done when the first event of a stream is there, or all of another answer. Until then nothing has gone to
@@ -51,9 +52,10 @@ class Attempt:
         self,
         member: Member,
         ask: Ask,
-        learns: bool,
+        learn: Callable[[int], None] | None,
         edit: Edit,
         on_token: Callable[[], None],
+        tokens: int,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.member = member
@@ -63,10 +65,9 @@ class Attempt:
         self.ready: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[UpstreamFailed | None] = loop.create_future()
         self.sent_ns = self.first_token_ns = 0
-        self._edit, self._on_token = edit, on_token
-        self._work: StepWork | None = member.seen.sent(ask) if learns else None
+        self._edit, self._on_token, self._learn = edit, on_token, learn
         self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
-        self._place.take(ask.choices, [ask.tokens])
+        self._place.take(ask.choices, [tokens])
         self._connection: Connection | None = None
         self._writer: EventWriter | None = None
         self._queued: list[bytes] = []
@@ -195,8 +196,8 @@ class Attempt:
     def _note_token(self) -> None:
         now = self.first_token_ns = clock()
         self._place.had_output(0, now)
-        if self._work is not None:
-            self.member.seen.answered(self._work, now - self.sent_ns)
+        if self._learn is not None:
+            self._learn(now - self.sent_ns)
         self._on_token()
 
     def _write(self, data: bytes) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
+from headway.config_files.gateway import DECODE
 from headway.gateway.attempt import Attempt, Edit
 from headway.gateway.failures import error_of, is_fault
 from headway.gateway.gateway import Gateway
-from headway.gateway.member import Member
+from headway.gateway.handover import Handover
+from headway.gateway.member import Member, clock
 from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.fleet.backend import Ask
@@ -23,6 +26,8 @@ class Attempts:
         before: is called before each; may raise ApiError.
         request_to: the bytes that a backend is sent.
         edit, on_token: see Attempt.
+        handover: of the prompt, which another backend may compute; None where that is not possible.
+        prompt_to: the bytes that that backend is sent.
 
     Attributes:
         last: the latest one that may answer, or has answered.
@@ -39,9 +44,12 @@ class Attempts:
         request_to: Callable[[Member], bytes],
         edit: Edit,
         on_token: Callable[[], None],
+        handover: Handover | None,
+        prompt_to: Callable[[Member], bytes],
     ) -> None:
         self._gateway, self._ask, self._is_work = gateway, ask, is_work
         self._before, self._request_to, self._edit, self._on_token = before, request_to, edit, on_token
+        self._handover, self._prompt_to = handover, prompt_to
         self._serving: list[Member] = []
         self._tried: set[Member] = set()
         self._under_way: list[Attempt] = []
@@ -92,7 +100,13 @@ class Attempts:
             if self.aborted is not None:
                 raise self.aborted
             self._before()
-            attempt = self._begin(gateway.at_home(home) if home is not None else self._route())
+            member = gateway.at_home(home) if home is not None else self._route()
+            if self._handover is not None and not self._tried and home is None:
+                await self._hand_over(self._handover, member)
+                if self.is_gone:
+                    break
+                self._before()
+            attempt = self._begin(member)
             try:
                 attempt = await self._first(attempt)
             except UpstreamFailed as error:
@@ -115,9 +129,41 @@ class Attempts:
     def _route(self) -> Member:
         return self._gateway.route(self._ask, self._serving, self._tried)
 
+    async def _hand_over(self, handover: Handover, decode: Member) -> None:
+        """Have a backend for prompts compute the prompt, if that pays. Where it fails, `decode` computes it itself."""
+        gateway, ask = self._gateway, self._ask
+        member = gateway.computing(ask, self._serving, decode)
+        if member is None:
+            return
+        work = member.seen.sent(ask)
+        attempt = Attempt(member, ask, None, self._edit, lambda: None, ask.tokens)
+        self._under_way.append(attempt)
+        try:
+            await attempt.begin(self._prompt_to(member))
+        except UpstreamFailed as error:
+            self._end_failed(attempt, error)
+            gateway.metrics.handed_over("failed")
+        else:
+            ended_ns, status = clock(), attempt.head.status if attempt.head is not None else 0
+            if status == 200:
+                member.seen.answered(work, ended_ns - attempt.sent_ns)
+                handover.take(attempt, ended_ns)
+                self._end(attempt, "ok", False)
+            else:
+                self._end(attempt, f"status_{status}", is_fault(status, bytes(attempt.body)))
+            gateway.metrics.handed_over("kept" if handover.is_kept else "not_kept")
+        finally:
+            gateway.let_go(member)
+
     def _begin(self, member: Member, edit: Edit | None = None) -> Attempt:
-        learns = self._is_work and self._gateway.router.learns and edit is None
-        attempt = self.last = Attempt(member, self._ask, learns, edit or self._edit, self._on_token)
+        learns, ask, seen = self._is_work and self._gateway.router.learns and edit is None, self._ask, member.seen
+        learn, tokens = None, ask.tokens
+        if self._handover is not None and self._handover.is_kept and member.entry.role == DECODE:
+            seen.prefixes.add(ask.blocks)
+            learn, tokens = seen.received, 0
+        elif learns:
+            learn = partial(seen.answered, seen.sent(ask))
+        attempt = self.last = Attempt(member, ask, learn, edit or self._edit, self._on_token, tokens)
         self._under_way.append(attempt)
         self._tried.add(member)
         return attempt

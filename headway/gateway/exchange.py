@@ -12,12 +12,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.config_files.gateway import DECODE
 from headway.gateway.asked import OF_BATCHES, Api, Body, ask_of, with_usage
 from headway.gateway.attempt import Attempt, Head
 from headway.gateway.attempts import Attempts
-from headway.gateway.events import ABSENT, Part, is_error
+from headway.gateway.events import ABSENT, BrokenStream, Part, is_error
 from headway.gateway.failures import error_event, error_of, is_fault, is_json, part_of
 from headway.gateway.gateway import Gateway
+from headway.gateway.handover import Handover
 from headway.gateway.joined import Joined, as_header, phases_of_header
 from headway.gateway.member import Member, clock
 from headway.gateway.passing import Headers, request_to, returned
@@ -25,12 +27,15 @@ from headway.gateway.relay import Relay
 from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.admission.queue_bound import Place
+from headway.policy.step.ledger import Phase
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.streaming import EventWriter, SlowReader
 from headway.server.errors import ApiError, unavailable
 from headway.server.quotas import Charge
 
+# The code of an error with which a server ends the streams that it has no time for: another one goes on with them.
+_ENDS = b'"shutting_down"'
 logger = logging.getLogger("headway.server")
 
 
@@ -66,8 +71,18 @@ class Exchange:
         self._relay: Relay | None = None
         self._going_on: asyncio.Task[None] | None = None
         self._pieces_before = 0  # of attempts before the last one
+        self._first_ns = 0  # when the first token had come, of a stream that another backend goes on with
+        self._handover = Handover.of(api, path, body, raw) if gateway.hands_over else None
         self._attempts = Attempts(
-            gateway, self.ask, api.is_work, self._look_at_clock, self._request_to, self._edited, self._had_token
+            gateway,
+            self.ask,
+            api.is_work,
+            self._look_at_clock,
+            self._request_to,
+            self._edited,
+            self._had_token,
+            self._handover,
+            self._prompt_to,
         )
         self._has_ended = False
 
@@ -120,6 +135,13 @@ class Exchange:
         can_replay = self._gateway.file.continue_streams and member.entry.kind == "headway"
         self._replay = Replay.of(self._api, self._path, self._body, self._raw) if can_replay else None
         body = self._raw if self._replay is None else self._replay.request
+        if self._handover is not None and member.entry.role == DECODE:
+            self._joined.before, body = self._handover.phases, self._handover.request(body)
+        return request_to(member, self._request, self._path, self._own_headers(member), body)
+
+    def _prompt_to(self, member: Member) -> bytes:
+        assert self._handover is not None
+        body = self._handover.prompt_request
         return request_to(member, self._request, self._path, self._own_headers(member), body)
 
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
@@ -226,6 +248,10 @@ class Exchange:
                     self._fail(writer, failed, failure)
             return writer.close()
         logger.info("%s goes on with the stream", attempt.member.entry.name)
+        self._first_ns = self._first_ns or failed.first_token_ns
+        known = self._joined.before
+        lost_ns = known.get(str(Phase.ENGINE_LOST), 0) + attempt.sent_ns - failed.sent_ns
+        self._joined.before = {**known, str(Phase.ENGINE_LOST): lost_ns}
         assert self._relay is not None
         self._pieces_before += failed.events.pieces
         self._relay.follow(attempt, writer)
@@ -236,14 +262,21 @@ class Exchange:
     # --- what comes -------------------------------------------------------------------------------------
 
     def _had_token(self) -> None:
+        now = clock()
         if self._place is not None:
-            self._place.had_output(0, clock())
+            self._place.had_output(0, now)
+        for tell in self._gateway.when_first:
+            assert self._attempts.last is not None
+            took_ms = (now - self._joined.arrived_ns) / 1e6
+            tell(self._attempts.last.member, self.ask, self.terms.ttft_ms, took_ms)
 
     def _edited(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
         """What the client gets of an event."""
         if part is None:
             return raw
         if self._replay is not None:
+            if _ENDS in bytes(part.error):
+                raise BrokenStream("its server shuts down")
             raw = self._replay.passed(raw)
         if part.timings is not ABSENT and self._body.include_timings:
             timings = self._joined.timings(part.timings, attempt.sent_ns, clock())
@@ -255,7 +288,11 @@ class Exchange:
         """What the client gets of an event of a backend that goes on with its stream."""
         if part is None or is_error(part) or self._replay is None:
             return raw
-        return self._without_usage(self._replay.joined(raw), part)
+        timings = b""
+        if part.timings is not ABSENT and self._body.include_timings:
+            of_first = self._first_ns, self._replay.replayed
+            timings = self._joined.timings(part.timings, attempt.sent_ns, clock(), *of_first)
+        return self._without_usage(self._replay.joined(raw, timings), part)
 
     def _without_usage(self, raw: bytes, part: Part) -> bytes:
         if not self._hides_usage:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from headway.config_files.classes import ClassFile
-from headway.config_files.gateway import BackendEntry, GatewayFile, read_gateway_file
+from headway.config_files.gateway import DECODE, PREFILL, BackendEntry, GatewayFile, read_gateway_file
 from headway.config_files.tenants import TenantFile
 from headway.gateway.asked import OF_BATCHES, Body
 from headway.gateway.member import Member, clock
@@ -18,6 +19,7 @@ from headway.gateway.stored import Homes, no_store
 from headway.policy.admission.queue_bound import QueueLimits
 from headway.policy.admission.quota import TOTAL
 from headway.policy.fleet.backend import Ask
+from headway.policy.fleet.handover import HandoverRule
 from headway.policy.fleet.health import RetryBudget
 from headway.policy.fleet.routing import router_of
 from headway.server.door import Door
@@ -35,6 +37,8 @@ class Gateway(Door):
 
     Attributes:
         members: the backends by name, also those that have left the file and still answer.
+        when_first: called with each first token of a stream: the backend, the request, and in milliseconds the
+            objective and how long it took.
 
     Raises:
         ValueError: the journal of quotas cannot be kept.
@@ -45,6 +49,7 @@ class Gateway(Door):
         super().__init__(settings)
         self.bodies = Bodies(settings.max_body_size)
         self.members: dict[str, Member] = {}
+        self.when_first: list[Callable[[Member, Ask, float, float], None]] = []
         self.retries, self.hedges = RetryBudget(), RetryBudget(per_retry=HEDGED_OF)
         self._addresses: dict[str, list[str]] = {}  # of names that are looked up
         self.homes = Homes(lambda: self.members, settings.tenants is not None)
@@ -77,6 +82,8 @@ class Gateway(Door):
         """Have the backends of a file from now on. Those that it does not have any more end what they have begun."""
         is_first, now = not self.members, clock()
         self.file, self.router = file, router_of(file.routing, self.classes.table)
+        self.hands_over = file.handover != "never" and any(each.role == PREFILL for each in file.backends)
+        self._handovers = HandoverRule(file.handover)
         entries = {each.name: each for entry in file.backends for each in self._expanded(entry)}
         for name, member in list(self.members.items()):
             entry = entries.get(name)
@@ -202,11 +209,25 @@ class Gateway(Door):
         able = [each for each in serving if each not in tried and each.takes(ask, now)]
         if not able:
             raise self._why_none(ask, serving, now)
+        if self.hands_over:  # those for prompts answer where all others are gone
+            able = [each for each in able if each.entry.role != PREFILL] or able
+        return self._best(ask, able, now)
+
+    def _best(self, ask: Ask, able: list[Member], now: int) -> Member:
         if len(able) == 1:
             return able[0]
         for each in able:
             each.seen.share = each.breaker.share(now)
         return able[self.router.choose(ask, [each.seen for each in able])]
+
+    def computing(self, ask: Ask, serving: list[Member], decode: Member) -> Member | None:
+        """The backend for prompts that computes the prompt of a request; None where the one that answers does it."""
+        now = clock()
+        able = [each for each in serving if each.entry.role == PREFILL and each.takes(ask, now)]
+        if decode.entry.role != DECODE or not able:
+            return None
+        found = self._best(ask, able, now)
+        return found if self._handovers.pays(ask, found.seen, decode.seen) else None
 
     def at_home(self, member: Member) -> Member:
         """The backend that has what a request goes on with. Raises ApiError 503 where it is not well."""

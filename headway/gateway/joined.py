@@ -7,7 +7,7 @@ request and having the answer, and is not in the backend's account, was spent on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,6 +21,7 @@ class Timings(msgspec.Struct):
     e2e_ns: int
     ttft_ns: int
     phases_ns: dict[str, int]
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -30,10 +31,12 @@ class Joined:
     Args:
         arrived_ns: when its first byte came.
         received_ns: when its body was read and checked.
+        before: phases at another backend, which had computed its prompt before.
     """
 
     arrived_ns: int
     received_ns: int
+    before: Mapping[str, int] = field(default_factory=dict)
 
     def phases(self, of_backend: Mapping[str, int], sent_ns: int, came_ns: int, until_ns: int = 0) -> dict[str, int]:
         """Nanoseconds by phase, which sum to the time from the first byte until `until_ns`, or now.
@@ -47,20 +50,21 @@ class Joined:
         until_ns = until_ns or clock()
         found = {
             str(Phase.RECEIVE): self.received_ns - self.arrived_ns,
-            str(Phase.ROUTE): sent_ns - self.received_ns,
+            str(Phase.ROUTE): sent_ns - self.received_ns - sum(self.before.values()),
         }
-        hop, told = came_ns - sent_ns, sum(of_backend.values())
-        if of_backend and told <= hop and min(of_backend.values()) >= 0:
-            for name, length in of_backend.items():
+        for part in (self.before, hop(of_backend, came_ns - sent_ns)):
+            for name, length in part.items():
                 found[name] = found.get(name, 0) + length
-            found[str(Phase.NETWORK)] = hop - told
-        else:
-            found[str(Phase.BACKEND)] = hop
         found[str(Phase.SEND)] = found.get(str(Phase.SEND), 0) + until_ns - came_ns
         return {name: length for name, length in found.items() if length}
 
-    def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int) -> bytes:
-        """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger."""
+    def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int, first_ns: int = 0, replayed: int = 0) -> bytes:
+        """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger.
+
+        Args:
+            first_ns, replayed: when another backend had made the first token, and how many it had made, where this one
+                has gone on with its stream.
+        """
         try:
             told = msgspec.json.decode(raw, type=Timings)
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -72,10 +76,19 @@ class Joined:
         phases = self.phases(told.phases_ns, sent_ns, came_ns, until_ns)
         changed = {
             "e2e_ns": until_ns - self.arrived_ns,
-            "ttft_ns": sent_ns - self.arrived_ns + told.ttft_ns,
+            "ttft_ns": first_ns - self.arrived_ns if first_ns else sent_ns - self.arrived_ns + told.ttft_ns,
             "phases_ns": phases,
+            "tokens": told.tokens + replayed,
         }
         return msgspec.json.encode(fields | {name: msgspec.Raw(msgspec.json.encode(v)) for name, v in changed.items()})
+
+
+def hop(told: Mapping[str, int], length_ns: int) -> dict[str, int]:
+    """The phases of a hop that took so long, of which a backend has told these."""
+    total = sum(told.values())
+    if not told or total > length_ns or min(told.values()) < 0:
+        return {str(Phase.BACKEND): length_ns}
+    return {**told, str(Phase.NETWORK): told.get(str(Phase.NETWORK), 0) + length_ns - total}
 
 
 def phases_of_header(value: bytes) -> dict[str, int]:

@@ -54,6 +54,9 @@ class GatewayMetrics:
         )
         self._refused = counter(prefix + "requests_refused", "Requests refused, by code.", ("code",))
         self._retries = counter(prefix + "retries", "Requests sent again, by reason.", ("reason",))
+        self._handovers = counter(
+            prefix + "handovers", "Prompts computed by a backend for prompts, by result.", ("result",)
+        )
         self._reloads = counter(prefix + "reloads", "Files read again, by result.", ("result",))
         ProcessCollector(registry=self.registry)
         self.registry.register(self)  # type: ignore[arg-type]
@@ -83,6 +86,9 @@ class GatewayMetrics:
 
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()
+
+    def handed_over(self, result: str) -> None:
+        self._handovers.labels(result).inc()
 
     def on_reload(self, result: str) -> None:
         self._reloads.labels(result).inc()

@@ -29,7 +29,7 @@ _MAY_HAVE = frozenset(
         *_DRAWN_BY,
         *("stream", "stream_options", "n", "seed", "max_tokens", "max_completion_tokens", "prompt", "messages"),
         *("add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-        *("reasoning_effort", "metadata", "prompt_cache_key", "store", "safety_identifier"),
+        *("reasoning_effort", "metadata", "prompt_cache_key", "store", "safety_identifier", "include_timings"),
     )
 )
 _MOST_SEED = 2**31
@@ -55,6 +55,9 @@ class Replay:
         self._seed = msgspec.Raw(seed if is_given and seed is not None else b"%d" % random.randrange(_MOST_SEED))
         self.request = msgspec.json.encode(fields | {"seed": self._seed, "return_token_ids": True})
         self._drawn_by = {name: fields[name] for name in _DRAWN_BY if name in fields}
+        options = fields.get("stream_options")
+        self._options = {} if options is None else msgspec.json.decode(options, type=dict[str, msgspec.Raw])
+        self._asks_timings = {name: fields[name] for name in ("include_timings",) if name in fields}
         self._limit = _number(fields, "max_completion_tokens") or _number(fields, "max_tokens")
         self._head: dict[str, Any] = {}  # what all chunks of the stream begin with
         self._prompt: list[int] | None = None
@@ -74,8 +77,7 @@ class Replay:
         is_chat = path == "/v1/chat/completions"
         if not given.keys() <= _MAY_HAVE or (not is_chat and not _is_one_prompt(given.get("prompt"))):
             return None
-        options = msgspec.json.decode(given.get("stream_options", b"{}"))
-        if not isinstance(options, dict) or options.get("continuous_usage_stats"):
+        if not isinstance(msgspec.json.decode(given.get("stream_options", b"{}")), dict):
             return None
         return cls(given, is_chat)
 
@@ -96,8 +98,17 @@ class Replay:
         self._prompt = ids if self._prompt is None else self._prompt
         return b"" if is_empty else event(msgspec.json.encode(chunk))
 
-    def joined(self, raw: bytes) -> bytes:
-        """What the client gets of an event of a backend that has gone on: a chunk of the first one's stream."""
+    @property
+    def replayed(self) -> int:
+        """How many tokens the present backend was given that an earlier one had made."""
+        return self._replayed
+
+    def joined(self, raw: bytes, timings: bytes = b"") -> bytes:
+        """What the client gets of an event of a backend that has gone on: a chunk of the first one's stream.
+
+        Args:
+            timings: of the whole stream, where the event has some.
+        """
         chunk = _chunk_of(raw)
         if chunk is None:
             return raw
@@ -112,6 +123,8 @@ class Replay:
         told: dict[str, Any] = {**self._head, "choices": found}
         if "usage" in chunk:
             told["usage"] = chunk["usage"] and self._usage(chunk["usage"])
+        if timings:
+            told["timings"] = msgspec.Raw(timings)
         return event(msgspec.json.encode(told))
 
     def _note(self, choice: dict[str, Any], text: str | None) -> bool:
@@ -149,8 +162,9 @@ class Replay:
         if left < 1:
             raise CannotReplay("it has all the tokens that it may have")
         own = {"prompt": prompt + tokens, "max_tokens": left, "seed": self._seed, "add_special_tokens": False}
-        options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        return msgspec.json.encode(self._drawn_by | own | options)
+        usage = self._options | {"include_usage": True}
+        options = {"stream": True, "stream_options": usage, "return_token_ids": True}
+        return msgspec.json.encode(self._drawn_by | own | options | self._asks_timings)
 
     def _left(self, member: Member, prompt_length: int) -> int:
         if self._limit is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from headway.config_files.gateway import FILE_KEYS, GatewayFile, backend_of, gateway_of
 from headway.config_files.toml import check_keys, parse, read_text
+from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.objectives.service_class import InvalidEntry, entries_of
 
 # Seconds until a server that died is started again: the first time, and later where it lived for less than STABLE_S.
@@ -26,10 +27,11 @@ RESTART_AFTER_S, STABLE_S = (0.0, 1.0, 5.0, 15.0, 30.0), 60.0
 # What a server may take beyond --shutdown-timeout until it is killed.
 END_S = 10.0
 # Flags that are the gateway's business.
-OURS = ("host", "port", "api-key", "tenants", "service-classes", "config", "quota-journal")
-_OF_BACKEND = ("name", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens")
+OURS = ("role", "host", "port", "api-key", "tenants", "service-classes", "config", "quota-journal")
+_OF_BACKEND = ("name", "role", "labels", "weight", "max_requests", "min_prompt_tokens", "max_prompt_tokens")
 HEADWAY = (sys.executable, "-m", "headway")
 _PR_SET_PDEATHSIG = 1
+_HANDOVER_KEY = secrets.token_urlsafe(24)  # of servers that are given none by the environment
 logger = logging.getLogger("headway.server")
 
 
@@ -38,6 +40,7 @@ class ServerEntry:
     """A server as the file has it.
 
     Args:
+        served_as: the model's name in the API.
         flags: flags of `headway serve`, as they are written on its command line.
     """
 
@@ -45,6 +48,7 @@ class ServerEntry:
     model: str
     port: int
     key: str = field(repr=False)
+    served_as: str
     flags: tuple[str, ...] = ()
 
 
@@ -87,28 +91,43 @@ def _up_of(content: Mapping[str, Any]) -> UpFile:
 
 
 def _server_of(entry: dict[str, Any]) -> ServerEntry:
-    check_keys(entry, ("model", "flags", *_OF_BACKEND), "a server")
+    check_keys(entry, ("model", "served_model_name", "flags", *_OF_BACKEND), "a server")
     model, flags = entry.get("model", ""), entry.get("flags", {})
     if not isinstance(model, str) or not model:
         raise InvalidEntry('a server has no model; write model = "..."', "model")
+    name = str(entry.get("name", ""))
+    served_as = entry.get("served_model_name", name)
+    if not isinstance(served_as, str):
+        raise InvalidEntry(f"served_model_name is {served_as!r:.80}; give a name", "served_model_name")
+    found = list(flags_of(flags))
+    if role := entry.get("role"):
+        found.append(f"--role={role}")
+    return ServerEntry(name, model, free_port(), secrets.token_urlsafe(24), served_as, tuple(found))
+
+
+def flags_of(flags: Any) -> tuple[str, ...]:
+    """A table of flags as they are written on the command line of `headway serve`. Raises InvalidEntry."""
     if not isinstance(flags, dict):
         raise InvalidEntry("flags must be a table, such as { max-num-seqs = 8 }", "flags")
     found: list[str] = []
     for key, value in flags.items():
-        name = key.replace("_", "-")
-        if name in OURS:
+        option = key.replace("_", "-")
+        if option in OURS:
             raise InvalidEntry(f"flags has {key!r}, which the gateway sets itself; leave it out", "flags")
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in values):
             raise InvalidEntry(f"flags has {key} = {value!r:.80}; write a number, true, false or a string", "flags")
         for each in values:
-            found += [f"--{name}"] if each is True else [f"--no-{name}"] if each is False else [f"--{name}={each}"]
-    return ServerEntry(str(entry.get("name", "")), model, _free_port(), secrets.token_urlsafe(24), tuple(found))
+            found += (
+                [f"--{option}"] if each is True else [f"--no-{option}"] if each is False else [f"--{option}={each}"]
+            )
+    return tuple(found)
 
 
-def _free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
+        trial.bind((host, 0))
         port: int = trial.getsockname()[1]
         return port
 
@@ -116,16 +135,20 @@ def _free_port() -> int:
 class LocalServer:
     """A server in a process of its own.
 
+    Args:
+        more: further flags.
+        host: the address that it listens on.
+
     Attributes:
         restarts: how often it was started again.
         state: starting, running, or why it is not.
     """
 
-    def __init__(self, entry: ServerEntry, log: Path, more: list[str]) -> None:
+    def __init__(self, entry: ServerEntry, log: Path, more: list[str], host: str = "127.0.0.1") -> None:
         self.entry, self.log = entry, log
         self.restarts = 0
         self.state = "starting"
-        self._more = more
+        self._more, self._host = more, host
         self._process: asyncio.subprocess.Process | None = None
         self._is_ending = False
 
@@ -147,15 +170,15 @@ class LocalServer:
 
     async def _run(self) -> int:
         entry = self.entry
-        command = [*HEADWAY, "serve", entry.model, "--host=127.0.0.1", f"--port={entry.port}"]
-        command += [f"--served-model-name={entry.name}", *entry.flags, *self._more]
+        command = [*HEADWAY, "serve", entry.model, f"--host={self._host}", f"--port={entry.port}"]
+        command += [f"--served-model-name={entry.served_as}", *entry.flags, *self._more]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"HEADWAY_API_KEY": entry.key},
+                env={KEY_VARIABLE: _HANDOVER_KEY} | os.environ | {"HEADWAY_API_KEY": entry.key},
                 start_new_session=True,  # a Ctrl-C is for the gateway, which lets requests finish first
                 preexec_fn=_end_with_parent,
             )
@@ -175,6 +198,12 @@ class LocalServer:
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
             return lines[-1].strip()[:200] if lines else ""
         return ""
+
+    def kill(self) -> None:
+        """Kill it; it is started again."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def end(self, timeout_s: float) -> None:
         """End it: what it is answering may finish first, for so long."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
 from headway.kernels.families import CommonParts, Family
 from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Scores, Weight
 
@@ -247,34 +248,8 @@ class Mixture(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """What a process that has a part of a model says to those with the other parts.
-
-    All ask for the same sums in the same order, and get the same bits. Two layers that follow each other have different
-    places, 0 and 1.
-    """
-
-    number: int
-    count: int
-
-    def summed(self, linear: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """A linear layer of which each rank has the columns of some inputs: the sum of all ranks, rounded once."""
-        ...
-
-    def summed_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """The sum of what a layer gives in each rank, where that is rounded before."""
-        ...
-
-    def embedding(self, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """An embedding [T] int64 -> [T, hidden]; `rows` takes those of this rank's tokens, by their number here."""
-        ...
-
-    def head(self, linear: Linear) -> Linear:
-        """The output layer, of which each rank has its own tokens: [R, hidden] -> [R, vocab] float32 on rank 0.
-
-        Logits are good until the next call. On other ranks they are of no use.
-        """
-        ...
+RMSNorm = Callable[[Tensor, Tensor, float], Tensor]  # see Kernels
+AddRMSNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # see Kernels
 
 
 class Kernels(Protocol):
@@ -305,6 +280,10 @@ class Kernels(Protocol):
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
+        ...
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """A linear or gated linear layer of these kernels, as it is, with slots for adapters beside it."""
         ...
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec, TorchAdapted
 from headway.kernels.interface import (
     AttentionShape,
     Forbid,
@@ -88,7 +89,11 @@ class ReferenceGatedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, F]."""
-        return self._apply_gate(self.linear(x), self._gate)
+        return self.through(self.linear(x))
+
+    def through(self, gate_up: Tensor) -> Tensor:
+        """The product's result [T, 2 * F] -> [T, F]."""
+        return self._apply_gate(gate_up, self._gate)
 
 
 class ReferenceHeadLinear:
@@ -176,6 +181,12 @@ class TorchKernels:
         """See Kernels."""
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """See Kernels."""
+        if isinstance(product, ReferenceGatedLinear):
+            return TorchAdapted(product.linear, spec, rows, product.through)
+        return TorchAdapted(product, spec, rows)
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
         """See Kernels."""

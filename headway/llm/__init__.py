@@ -13,7 +13,15 @@ from headway.engine.libraries import load_libraries
 from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
 from headway.llm.beams import BeamSearchParams
-from headway.llm.requests import Collector, CompletionOutput, Front, Message, PromptType, RequestOutput
+from headway.llm.requests import (
+    Collector,
+    CompletionOutput,
+    Front,
+    LoRARequest,
+    Message,
+    PromptType,
+    RequestOutput,
+)
 from headway.llm.vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,
@@ -34,6 +42,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "RequestOutput",
     "ScoringRequestOutput",
 ]
@@ -75,6 +84,7 @@ class LLM:
         _process = os.getpid()
         self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
         self._batch = Batch(self.engine.core)
+        self._digests: dict[object, str] = {}  # of adapters, by the stamps of their folders
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -86,10 +96,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
         service_class: str = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt, batched together; results are in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
+
+        Args:
+            lora_request: an adapter for all prompts, or one for each, None for the model itself.
+
+        Raises:
+            ValueError: a prompt, parameters or an adapter that cannot be used; one line.
         """
         _check_process()
         listed = _as_prompts(prompts)
@@ -97,7 +114,12 @@ class LLM:
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling_params; give one, or one for each")
-        collectors = [self._front.collector(p, s, service_class) for p, s in zip(listed, each, strict=True)]
+        asked = [lora_request] * len(listed) if isinstance(lora_request, LoRARequest | None) else list(lora_request)
+        if len(asked) != len(listed):
+            raise ValueError(f"{len(listed)} prompts, but {len(asked)} lora_requests; give one, or one for each")
+        digests = list(map(self._digest, asked))
+        given = zip(listed, each, digests, strict=True)
+        collectors = [self._front.collector(p, s, service_class, None, digest) for p, s, digest in given]
         self._run(collectors, use_progress)
         return [c.output for c in collectors]
 
@@ -107,12 +129,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
         service_class: str = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the checkpoint's chat template."""
         _check_process()
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"prompt_token_ids": self._front.render(conversation)} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_progress, service_class)
+        return self.generate(prompts, sampling_params, use_progress, service_class, lora_request)
 
     def beam_search(
         self,
@@ -120,9 +143,10 @@ class LLM:
         params: BeamSearchParams,
         use_progress: bool = False,
         service_class: str = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Search for the likeliest continuations of every prompt; each has `beam_width` outputs, the best first."""
-        return self.generate(prompts, params.sampling_params, use_progress, service_class)
+        return self.generate(prompts, params.sampling_params, use_progress, service_class, lora_request)
 
     def embed(
         self,
@@ -175,6 +199,17 @@ class LLM:
             raise ValueError("this model scores by the cosine of embeddings, without an instruction")
         embedded = self.embed([*queries, *documents], None, use_progress, service_class)
         return [compared(embedded[q], embedded[len(queries) + d]) for q, d in asked]
+
+    def _digest(self, asked: LoRARequest | None) -> str:
+        """The digest of an adapter, which is read unless its folder is as it was before."""
+        if asked is None:
+            return ""
+        adapters, stamp = self.engine.core.adapters, asked.stamp
+        if adapters is None:
+            raise ValueError("lora_request needs an LLM that was made with enable_lora=True")
+        if stamp not in self._digests:
+            self._digests[stamp] = adapters.find(asked.lora_path).result().digest
+        return self._digests[stamp]
 
     def _run(self, collectors: Sequence[Collector | VectorCollector], use_progress: bool) -> None:
         if not use_progress:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from headway.engine.messages import AddRequest, SequenceOutput, TokenLogprobs, of_prompt
@@ -23,6 +24,24 @@ from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
 PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 MAX_TOKEN_ID = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter for a call, with vLLM's fields: a name, a number that is not needed here, and the folder."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    @property
+    def stamp(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Differs where the folder may hold something else than before."""
+        try:
+            found = (path.stat() for path in sorted(Path(self.lora_path).iterdir()) if path.name.startswith("adapter_"))
+            return self.lora_path, tuple((each.st_mtime_ns, each.st_size) for each in found)
+        except OSError:  # what is wrong is said when it is read
+            return self.lora_path, ()
 
 
 @dataclass(slots=True)
@@ -111,7 +130,12 @@ class Front:
         return SamplingParams(**sampling_defaults(self.tokenizer.generation_config if self.tokenizer else {}))
 
     def collector(
-        self, prompt: PromptType, params: SamplingParams, service_class: str = "", request_id: str | None = None
+        self,
+        prompt: PromptType,
+        params: SamplingParams,
+        service_class: str = "",
+        request_id: str | None = None,
+        adapter: str = "",
     ) -> Collector:
         prompted = self.prompted(prompt)
         if params.stop and self.tokenizer is None:
@@ -120,6 +144,7 @@ class Front:
         if params.structured_outputs is not None:
             params.structured_outputs = translated(params.structured_outputs)[0]
         request = self.request(prompted, params, service_class, request_id)
+        request.adapter = adapter
         outputs = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request.request_id, prompted.text, prompted.token_ids, outputs)
         return Collector(self.tokenizer, output, request)

@@ -10,15 +10,19 @@ from typing import Any, Literal
 from headway.load.address import Address, parse_base_url
 from headway.load.errors import BenchError
 
-Api = Literal["completions", "chat", "embeddings", "rerank", "score"]
+Api = Literal["completions", "chat", "responses", "messages", "embeddings", "rerank", "score"]
 ROUTES: dict[str, str] = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
     "embeddings": "/v1/embeddings",
     "rerank": "/v1/rerank",
     "score": "/v1/score",
 }
-GENERATING = ("completions", "chat")
+CHATS = ("chat", "responses", "messages")
+GENERATING = ("completions", *CHATS)
+ANTHROPIC_VERSION = "2023-06-01"
 _FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "accept-encoding"})
 
 
@@ -88,6 +92,16 @@ class Endpoint:
         return self.api in GENERATING
 
     @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages, around which the server puts a chat template."""
+        return self.api in CHATS
+
+    @property
+    def length_field(self) -> str:
+        """The field of a body that bounds the answer's tokens."""
+        return "max_output_tokens" if self.api == "responses" else self.max_tokens_field
+
+    @property
     def route(self) -> str:
         return self.path or ROUTES[self.api]
 
@@ -96,6 +110,10 @@ class Endpoint:
         headers = {"content-type": "application/json", "accept": "text/event-stream, application/json"}
         if (key := self.tenant_keys.get(tenant, self.api_key)) is not None:
             headers["authorization"] = f"Bearer {key}"
+            if self.api == "messages":
+                headers["x-api-key"] = key
+        if self.api == "messages":
+            headers["anthropic-version"] = ANTHROPIC_VERSION
         return headers | lower_names(self.headers)
 
 

@@ -13,6 +13,10 @@ from typing import Any
 from headway.load.errors import BenchError
 from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
+FAILURES, IN_FLIGHT = "failures", "in-flight"  # of requests: what may end a run early
+THROUGHPUT = "throughput"
+REPEATED = ("ttft", "tpot", "itl", "e2el", THROUGHPUT)  # figures that runs may be repeated for
+
 
 def percentiles(text: str) -> tuple[float, ...]:
     """Parse percentiles like "50,90,99.9". Raises BenchError where a part is not a number above 0 and below 100."""
@@ -75,3 +79,33 @@ def check_objectives(objectives: Mapping[str, float], where: str) -> dict[str, f
         return checked_objectives(objectives, where)
     except ValueError as error:
         raise BenchError(str(error)) from None
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """Parse limits like "failures:20,in-flight:500". Raises BenchError where a part is none."""
+    found = {}
+    for part in text.replace(" ", ",").split(","):
+        key, _, value = part.partition(":")
+        if key not in (FAILURES, IN_FLIGHT) or not value.isdecimal() or int(value) < 1:
+            raise BenchError(f"{part!r} is no limit; give {FAILURES}:N or {IN_FLIGHT}:N, of 1 or more")
+        found[key] = int(value)
+    return found
+
+
+def parse_widths(text: str) -> dict[str, float]:
+    """Parse half widths of intervals in percent, such as "ttft:5,throughput:2", as shares.
+
+    Raises:
+        BenchError: a part is none.
+    """
+    found = {}
+    for part in text.replace(" ", ",").split(","):
+        key, _, value = part.partition(":")
+        try:
+            percent = float(value.removesuffix("%"))
+        except ValueError:
+            percent = math.nan
+        if key not in REPEATED or not 0 < percent <= 100:
+            raise BenchError(f"{part!r} is no interval; give KEY:PERCENT, above 0, with a key of {', '.join(REPEATED)}")
+        found[key] = percent / 100
+    return found

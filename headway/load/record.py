@@ -54,6 +54,7 @@ class RequestRecord:
         chunk_ns: when each chunk that brought tokens came; of vectors and scores when they were complete.
         chunk_tokens: tokens of each such chunk where the server says so (continuous usage), else 1 each; 0 of vectors.
         tokens_per_chunk_known: chunk_tokens are the server's word.
+        answer_ns: when the first chunk came that was no reasoning, where reasoning had come before.
         end_ns: when the response was complete, or failed.
         prompt_tokens, output_tokens, cached_tokens: their numbers by the server's `usage`; None where it gave none.
         planned_prompt_tokens, planned_output_tokens: what was asked for.
@@ -73,6 +74,7 @@ class RequestRecord:
     chunk_ns: array[int] = field(default_factory=lambda: array("q"))
     chunk_tokens: array[int] = field(default_factory=lambda: array("i"))
     tokens_per_chunk_known: bool = False
+    answer_ns: int = 0
     end_ns: int = 0
     prompt_tokens: int | None = None
     output_tokens: int | None = None

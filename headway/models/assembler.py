@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from headway.models.checkpoint import (
     WeightSource,
 )
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
+from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP, Placed
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts
@@ -63,25 +64,38 @@ class Assembler:
         self._device = device
         self._clock = clock
         self._quantization = quantization
+        self._placed: list[Placed] = []  # the products of the layer that is being made
 
     def decoder_weights(self) -> DecoderWeights:
-        embedding: Callable[[Tensor], Tensor]
-        if self._config.traits.centred:
-            lm_head = self._linear(EMBEDDING if self._config.shape.tied_embeddings else "lm_head", wide=True)
-            self._refuse_packed(EMBEDDING)
-            rows = self._stack(f"{EMBEDDING}.weight")
-            for part in rows.split(_CENTRED_AT_ONCE):
-                part.sub_(part.float().mean(1, keepdim=True))
-            embedding = partial(self._kernels.take, rows)
-        elif self._config.shape.tied_embeddings:
-            lm_head = self._linear(EMBEDDING, wide=True)
-            embedding = lm_head.rows
-        else:
-            embedding = self._table(EMBEDDING)
-            lm_head = self._linear("lm_head", wide=True)
+        embedding, lm_head = self._ends()
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
-        final_norm = self._norm("model.norm", self._config.multipliers.logits)
+        self._placed = []
+        factor = self._config.multipliers.logits
+        final_norm = self._norm("model.norm", factor) if self._has("model.norm") else None
         return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
+
+    def _ends(self) -> tuple[Any, Any]:
+        """The embedding and the output layer; None for what another stage of the model has."""
+        tied, centred = self._config.shape.tied_embeddings, self._config.traits.centred
+        if not tied and not centred:
+            return self._table(EMBEDDING) if self._has(EMBEDDING) else None, self._head("lm_head")
+        lm_head, embedding = self._head(EMBEDDING if tied else "lm_head"), None
+        if self._has(EMBEDDING):
+            embedding = self._centred_table() if centred else lm_head.rows
+        return embedding, lm_head
+
+    def _has(self, layer: str) -> bool:
+        return any(name.startswith(f"{layer}.") for name in self._shapes)
+
+    def _head(self, layer: str) -> Any:
+        return self._linear(layer, wide=True) if self._has(layer) else None
+
+    def _centred_table(self) -> Callable[[Tensor], Tensor]:
+        self._refuse_packed(EMBEDDING)
+        rows = self._stack(f"{EMBEDDING}.weight")
+        for part in rows.split(_CENTRED_AT_ONCE):
+            part.sub_(part.float().mean(1, keepdim=True))
+        return partial(self._kernels.take, rows)
 
     def _inputs(self) -> LayerInputs | None:
         inputs = self._config.shape.inputs
@@ -114,6 +128,8 @@ class Assembler:
 
     def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
+        placed: list[Placed] = []
+        self._placed = placed
         return LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),
@@ -123,6 +139,7 @@ class Assembler:
             mlp=self._beside_experts(index) if self._is_beside(index) else self._mlp(index),
             end=self._end(index),
             beside=self._config.traits.beside,
+            placed=placed,
         )
 
     def _is_beside(self, index: int) -> bool:
@@ -263,7 +280,9 @@ class Assembler:
         """The product of the matrices one under the other, with its rows in this order."""
         product = with_rows(self._product(*layers), rows)
         with self._clock.measure("layout"):
-            return self._kernels.linear(*product)
+            made = self._kernels.linear(*product)
+        self._placed.append(Placed(made, layers, rows))
+        return made
 
     def _beside_experts(self, index: int) -> MLPBesideExperts:
         mlp, layer, config = self._mlp(index), f"model.layers.{index}", self._config
@@ -279,7 +298,7 @@ class Assembler:
         names = mixture_names(self._config, index, stacked)
         if names is None or experts is None or routing is None:
             return self._dense(dense_names(f"{layer}.mlp", self._config.traits.fused))
-        factors = [1.0] * experts.count
+        factors = [1.0] * experts.here
         if routing.beside:
             factors = self._stack(f"{layer}.router.per_expert_scale", dtype=torch.float32).tolist()
         gate_up: Iterator[Product]
@@ -292,7 +311,7 @@ class Assembler:
             gate_up = (self._product(*gated) for *gated, _ in names.experts)
             down = (self._product(last, factor=by) for (*_, last), by in zip(names.experts, factors, strict=True))
         with self._clock.measure("layout"):
-            mixture = self._kernels.mixture(gate_up, down, experts.count, GATES[self._config.traits.gate])
+            mixture = self._kernels.mixture(gate_up, down, experts.here, GATES[self._config.traits.gate])
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
         scores = self._scores(names.block, routing, experts)
@@ -336,10 +355,9 @@ class Assembler:
 
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
-        is_added = layers[-1].endswith((".o_proj", ".down_proj"))
         weight, bias = (
             self._centred(*layers)
-            if is_added and self._config.traits.centred
+            if self._is_centred(*layers)
             else (
                 self._weight(*layers),
                 self._bias(*layers),
@@ -348,6 +366,10 @@ class Assembler:
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor
         return weight, bias
+
+    def _is_centred(self, *layers: str) -> bool:
+        """Whether a product is added to the residual stream of a model whose norms subtract the mean."""
+        return self._config.traits.centred and layers[-1].endswith((".o_proj", ".down_proj"))
 
     def _centred(self, layer: str) -> Product:
         """The matrix and bias of a layer, such that the mean of its outputs is 0."""
@@ -365,12 +387,16 @@ class Assembler:
     def _linear(self, *layers: str, factor: float = 1.0, wide: bool = False) -> Linear:
         product = self._product(*layers, factor=factor)
         with self._clock.measure("layout"):
-            return self._kernels.linear(*product, wide)
+            made = self._kernels.linear(*product, wide)
+        self._placed.append(Placed(made, layers, None, factor, self._is_centred(*layers)))
+        return made
 
     def _gated(self, *layers: str) -> Callable[[Tensor], Tensor]:
         product = self._product(*layers)
         with self._clock.measure("layout"):
-            return self._kernels.gated_linear(*product, GATES[self._config.traits.gate])
+            made = self._kernels.gated_linear(*product, GATES[self._config.traits.gate])
+        self._placed.append(Placed(made, layers))
+        return made
 
     def _bias(self, *layers: str) -> Tensor | None:
         return self._stack(*(f"{layer}.bias" for layer in layers)) if f"{layers[0]}.bias" in self._shapes else None

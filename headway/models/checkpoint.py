@@ -88,6 +88,11 @@ class WeightSource(Protocol):
         ...
 
 
+def has_tensor(folder: Path, name: str) -> bool:
+    """Whether the folder's checkpoint has a tensor of this name, whatever lies around it."""
+    return any(each == name or each.endswith(f".{name}") for each in _names_in(folder))
+
+
 def has_stacked_experts(folder: Path, traits: Traits) -> bool:
     """Whether the experts of a layer are one tensor."""
     return any(name.endswith(tuple(stored_name(each, traits.stored) for each in STACKED)) for name in _names_in(folder))

@@ -7,8 +7,9 @@ with a state (`recurrent`). What differs between families (biases, further norms
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,19 +17,21 @@ from torch import Tensor
 
 from headway.cost.layers import CacheSpec
 from headway.kernels.interface import (
+    AddRMSNorm,
     AttentionShape,
     Kernels,
     LayerCache,
     LayerState,
     Linear,
     Mixture,
+    RMSNorm,
     SinkQueries,
     StepGeometry,
 )
 from headway.kernels.weights import SOFTMAX, Scores
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
-from headway.models.layer_inputs import LayerEnd, LayerInputs
+from headway.models.layer_inputs import LayerInputs
 from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import query_factors, rope_tables
 
@@ -89,6 +92,7 @@ class AttentionWeights:
     sinks: Tensor | None = None  # [heads] float32
     value_norm: Tensor | None = None  # [head_dim]
     projected_kv: int = 2  # see ModelShape
+    norms: tuple[RMSNorm, RMSNorm] | None = None  # of queries and keys whose heads other ranks have, too
 
 
 class Attention:
@@ -114,6 +118,7 @@ class Attention:
         self._query_rope = None if factors is None else (rope[0] * factors, rope[1] * factors)
         # Sinks are at most as far away as what a query sees is long, whatever their position.
         self._sink_rope = rope[0][: weights.cache.window], rope[1][: weights.cache.window]
+        self._query_rms, self._key_rms = weights.norms or (kernels.rms_norm, kernels.rms_norm)
         self._eps, self._window = config.rms_norm_eps, weights.cache.recent
         self._scale = config.multipliers.attention or weights.cache.key_dim**-0.5
         self._softcap = config.softcaps.attention
@@ -126,12 +131,12 @@ class Attention:
         weights, kernels, heads = self._weights, self._kernels, self._heads
         query, *rest = weights.qkv(x).view(len(x), sum(heads), weights.cache.key_dim).split(heads, 1)
         if not weights.norms_behind:
-            query = self._normed(query, weights.query_norm)
+            query = self._normed(query, weights.query_norm, self._query_rms)
         key = rest[0] if weights.projected_kv else query[:, :0]
         value, gate = (rest[1], rest[2:]) if weights.projected_kv == 2 else (key, rest[1:])
-        value = self._normed(value, weights.value_norm)
+        value = self._normed(value, weights.value_norm, kernels.rms_norm)
         if not weights.norms_behind:
-            key = self._normed(key, weights.key_norm)
+            key = self._normed(key, weights.key_norm, self._key_rms)
         first = self._sink_queries(query, step) if weights.cache.sinks else None
         if weights.rotated and self._query_rope is None:
             kernels.rotate(query, key, *self._rope, step.positions)
@@ -139,7 +144,8 @@ class Attention:
             kernels.rotate(query, query[:, :0], *self._query_rope, step.positions)
             kernels.rotate(key, key[:, :0], *self._rope, step.positions)
         if weights.norms_behind:
-            query, key = self._normed(query, weights.query_norm), self._normed(key, weights.key_norm)
+            query = self._normed(query, weights.query_norm, self._query_rms)
+            key = self._normed(key, weights.key_norm, self._key_rms)
         if weights.projected_kv:
             kernels.store(key, value, cache, step.slots)
         attended = kernels.attention(query, cache, step, self._scale, self._window, weights.sinks, self._softcap, first)
@@ -153,14 +159,32 @@ class Attention:
         if weights.rotated:
             self._kernels.rotate(rows, rows[:, :0], *self._sink_rope, step.positions)
         if weights.norms_behind:
-            rows = self._normed(rows, weights.query_norm)
+            rows = self._normed(rows, weights.query_norm, self._query_rms)
         return SinkQueries(rows, weights.cache.sinks)
 
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor | None, rms_norm: RMSNorm) -> Tensor:
         """x [T, H, D] with each head normed by itself or all together, as the weight is long; x where there is none."""
         if weight is None:
             return x
-        return self._kernels.rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
+        return rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
+
+
+@dataclass(slots=True)
+class Placed:
+    """A product as it was made of a checkpoint's layers: what adapters of these must know.
+
+    Args:
+        layers: the names of the layers whose rows are one under the other in it.
+        rows: int64, which of these rows each of its outputs is; None: they are in their order.
+        factor: what it was multiplied with.
+        centred: each input's outputs have a mean of 0.
+    """
+
+    product: Callable[[Tensor], Tensor]
+    layers: tuple[str, ...]
+    rows: Tensor | None = None
+    factor: float = 1.0
+    centred: bool = False
 
 
 @dataclass(slots=True)
@@ -173,8 +197,9 @@ class LayerWeights:
     mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
     mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
     mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
-    end: LayerEnd | None = None
+    end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
     beside: bool = False  # the MLP reads what the mixer reads
+    placed: list[Placed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -183,9 +208,10 @@ class DecoderWeights:
 
     embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
     layers: list[LayerWeights]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor | None  # [hidden]; None where layers of another stage follow, or the residual stream is wanted
     lm_head: Linear
     inputs: LayerInputs | None = None
+    add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
 
 
 class Decoder:
@@ -194,6 +220,10 @@ class Decoder:
     It holds no sequence state: keys and values live in the caches that the caller passes. Shapes and addresses depend
     only on the sizes of a step, and nothing waits for the device but the mixtures of the reference kernels, so a step
     can be captured in a graph where the kernels allow it. Under torch.inference_mode() dispatch takes least time.
+
+    Attributes:
+        taps: layers whose results, as they enter the next layer, are kept of each step; none by default.
+        tapped: those of the last step, [T, hidden] each. They hold until the next step.
 
     Args:
         max_model_len: positions to prepare tables for; None takes the config's max_model_len. Without attention sinks,
@@ -219,18 +249,28 @@ class Decoder:
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
         self._eps, self._residual_eps = config.rms_norm_eps, config.residual_eps
+        self._add_rms_norm = weights.add_rms_norm or kernels.add_rms_norm
         self._identity = object()
+        self.taps: tuple[int, ...] = ()
+        self.tapped: list[Tensor] = []
+        self._tapped_of: dict[int, list[Tensor]] = {}  # of steps that are repeated, by their tokens
         sinks = config.shape.attention_sinks
         of_tables = self.max_model_len, self.device, None if sinks is None else sinks.window
-        tables = rope_tables(config.rope, *of_tables)
-        factors = query_factors(config.rope, self.max_model_len, self.device)
-        local = tables if config.local_rope is None else rope_tables(config.local_rope, *of_tables)
+        self._tables = rope_tables(config.rope, *of_tables)
+        self._factors = query_factors(config.rope, self.max_model_len, self.device)
+        local = config.local_rope
+        self._local = self._tables if local is None else rope_tables(local, *of_tables)
+        self._prepare(weights)
+
+    def _prepare(self, weights: DecoderWeights) -> None:
+        """Make the mixers of layers with these weights."""
+        config, kernels = self.config, self.kernels
         given: list[Any] = [layer.mixer for layer in weights.layers]
-        if sinks is not None:  # weights are the same without, and all are of attention
+        if config.shape.attention_sinks is not None:  # weights are the same without, and all are of attention
             given = [replace(mixer, cache=cache) for mixer, cache in zip(given, config.caches, strict=True)]
         attending = [mixer for mixer in given if isinstance(mixer, AttentionWeights | LatentWeights)]
         mixers: list[Callable[[Tensor, Any, StepGeometry], Tensor]] = [
-            _attention(mixer, config, kernels, tables if mixer.cache.sees_all else local, factors)
+            _attention(mixer, config, kernels, self._tables if mixer.cache.sees_all else self._local, self._factors)
             if isinstance(mixer, AttentionWeights | LatentWeights)
             else mixer
             for mixer in given
@@ -240,6 +280,13 @@ class Decoder:
         self._layers = list(zip(weights.layers, mixers, next_norms, strict=True))
         kinds = [(config.shape.heads, each.cache.heads, each.cache.key_dim, each.cache.recent) for each in attending]
         self._attentions = [AttentionShape(*kind) for kind in dict.fromkeys(kinds)]
+
+    def with_layers(self, layers: list[LayerWeights]) -> Decoder:
+        """A decoder whose layers are others; it shares all else with this one."""
+        other = copy.copy(self)
+        other.weights, other._identity = replace(self.weights, layers=layers), object()
+        other._prepare(other.weights)
+        return other
 
     def forward(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         """Run token_ids [T] int64 through all layers, storing their keys and values -> [T, hidden], final norm applied.
@@ -252,10 +299,13 @@ class Decoder:
         if not step.repeatable:
             return self._layers_of(token_ids, step, caches)
         key = (self._identity, len(token_ids))
-        return self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
+        hidden = self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
+        self.tapped = self._tapped_of.get(len(token_ids), self.tapped)
+        return hidden
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         rms_norm, eps, steps = self.kernels.rms_norm, self._eps, step.groups
+        tapped: list[Tensor] = []
         residual = self.weights.embedding(token_ids)
         inputs = None if self.weights.inputs is None else self.weights.inputs(token_ids, residual)
         first = self.weights.layers[0].mixer_norm
@@ -276,12 +326,18 @@ class Decoder:
             else:
                 residual = layer.end(added, residual, None if inputs is None else inputs[:, number])
                 hidden = residual if next_norm is None else rms_norm(residual, next_norm, self._residual_eps)
+            if number in self.taps:
+                tapped.append(self.kernels.join(residual[:, None], residual[:, None, :0])[:, 0])  # a copy
+        if self.taps:
+            self.tapped = tapped
+            if step.repeatable:
+                self._tapped_of[len(token_ids)] = tapped
         return hidden
 
     def _joined(self, added: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """The input of the next part, and the residual stream with what the last part adds."""
         if norm is not None:
-            return self.kernels.add_rms_norm(added, residual, norm, self._residual_eps)
+            return self._add_rms_norm(added, residual, norm, self._residual_eps)
         residual = self.kernels.add(added, residual)
         return residual, residual
 

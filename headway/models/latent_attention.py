@@ -8,6 +8,7 @@ decodes do the same operations, and how the work is cut into steps changes no re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class LatentWeights:
     latent_norm: Tensor
     to_keys: HeadLinear
     to_values: HeadLinear
-    o: Linear
+    o: Callable[[Tensor], Tensor]
     cache: CacheSpec
 
 

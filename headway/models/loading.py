@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from headway.cost.layers import AttentionSinks
-from headway.kernels.interface import Kernels, Ranks
+from headway.kernels.interface import Kernels
+from headway.kernels.ranks import Ranks
 from headway.kernels.weights import QUANTIZATIONS
 from headway.models.assembler import Assembler
 from headway.models.checkpoint import (
@@ -105,7 +106,7 @@ def load_model(
         if ranks is None:
             weights = assemble(opened, expected, config)
         else:
-            config, weights = divided(opened, config, stacked, ranks, assemble)
+            config, weights = divided(opened, config, stacked, ranks, kernels, dtype, assemble)
     if on_stage is not None:
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class DeltaNet:
     heads_projection: Linear
     taps: Tensor
     rule: DeltaRule
-    o: Linear
+    o: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor, state: LayerState, step: StepGeometry) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the states of the step's sequences go on."""
@@ -50,7 +51,7 @@ class ShortConvolution:
     projection: Linear
     taps: Tensor
     bias: Tensor | None
-    o: Linear
+    o: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor, state: LayerState, step: StepGeometry) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the states of the step's sequences go on."""

@@ -87,7 +87,7 @@ def mixture_names(config: ModelConfig, layer: int, stacked: bool) -> MixtureName
         block = f"model.layers.{layer}.mlp"
         return MixtureNames(block, (f"{block}.router",), (), None)
     block = f"model.layers.{layer}.{'mlp' if stacked else routing.block}"
-    prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.count))
+    prefixes = (f"{block}.experts.{number}" for number in range(0 if stacked else experts.here))
     gate, up, down = routing.parts
     named = tuple((f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}") for prefix in prefixes)
     shared = dense_names(f"{block}.{routing.shared}".rstrip(".")) if experts.shared_width else None
@@ -117,6 +117,13 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     if not c.tied_embeddings:
         tensors.linear("lm_head", c.vocab, c.hidden)
     return shapes
+
+
+def layer_tensors(config: ModelConfig, index: int, stacked: bool) -> Shapes:
+    """Name and shape of every tensor of a layer; see expected_tensors()."""
+    tensors = _Tensors(config, stacked)
+    tensors.layer(index, config.caches[index])
+    return tensors.shapes
 
 
 class _Tensors:
@@ -225,7 +232,7 @@ class _Tensors:
         elif self._stacked:
             for name, shape in zip(STACKED, ((2 * experts.width, hidden), (hidden, experts.width)), strict=True):
                 turned = shape[::-1] if self._config.traits.inputs_first else shape
-                self.shapes[f"{layer}.{name}"] = (experts.count, *turned)
+                self.shapes[f"{layer}.{name}"] = (experts.here, *turned)
         for parts in mixture.experts:
             self._feed_forward(parts, experts.width, experts.bias)
         if mixture.shared is not None:
@@ -256,10 +263,10 @@ def _experts_by_turns(layer: str, experts: Experts, hidden: int, packed: bool) -
     shapes: Shapes = {}
     sizes = ((2 * experts.width, hidden), (hidden, experts.width))
     for name, (rows, inputs) in zip(STACKED, sizes, strict=True):
-        shapes[f"{layer}.{name}_bias"] = (experts.count, rows)
+        shapes[f"{layer}.{name}_bias"] = (experts.here, rows)
         if packed:
-            shapes[f"{layer}.{name}_blocks"] = (experts.count, rows, inputs // 32, 16)
-            shapes[f"{layer}.{name}_scales"] = (experts.count, rows, inputs // 32)
+            shapes[f"{layer}.{name}_blocks"] = (experts.here, rows, inputs // 32, 16)
+            shapes[f"{layer}.{name}_scales"] = (experts.here, rows, inputs // 32)
         else:
-            shapes[f"{layer}.{name}"] = (experts.count, inputs, rows)
+            shapes[f"{layer}.{name}"] = (experts.here, inputs, rows)
     return shapes

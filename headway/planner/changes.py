@@ -90,6 +90,7 @@ def proposals(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
     yield from _parallel(base, "tensor", 4)
     yield from _parallel(base, "pipeline", 2)
     yield from _chunks(base)
+    yield from _heads(base)
 
 
 def _weights(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
@@ -224,6 +225,23 @@ def _chunks(base: Plan) -> Iterator[Proposal]:
         ("double chunks", tokens * 2, "prompts in larger chunks end sooner and stall decodes more"),
     ):
         yield Proposal.of(name, "chunks", {"max_num_batched_tokens": size}, assumes)
+
+
+def _heads(base: Plan) -> Iterator[Proposal | tuple[str, str]]:
+    """The model with the attention of document 002's table: MHA and MQA, where it has GQA."""
+    shape = base.deployment.shape
+    for name, count, quality in (("MHA", shape.heads, "the best"), ("MQA", 1, "lower")):
+        if shape.kv_heads == count:
+            yield name, f"the model has {count} KV heads already" if count > 1 else "the model has one KV head already"
+        elif shape.latent is not None or shape.kinds:
+            yield name, "the model's layers have no KV heads of one number"
+        else:
+            heads = "KV head" if count == 1 else "KV heads"
+            assumes = (
+                f"{count:,} {heads} for {shape.heads:,} query heads, a cache of {count / shape.kv_heads:g} x; needs a "
+                f"model that is trained so, or converted and trained further; quality: {quality}"
+            )
+            yield Proposal.of(name, "attention", {"kv_heads": count}, assumes, combines=False)
 
 
 def largest_load(base: Plan, meets: Callable[[PlanRequest], bool]) -> Iterator[Proposal | tuple[str, str]]:

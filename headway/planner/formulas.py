@@ -12,12 +12,12 @@ from headway.planner.plan import Plan
 from headway.planner.step_formulas import (
     in_words,
     of_cache,
-    of_cache_saved,
     of_memory,
     of_ridge,
     of_step,
     of_weights,
 )
+from headway.planner.technique_formulas import of_techniques
 
 SIMULATED = "simulated step by step, simulator/serving.py: Orca 2022, Sarathi-Serve 2024"
 SECTION_1, SECTION_13 = (f"document 003, section {number}" for number in (1, 13))
@@ -33,12 +33,12 @@ def formulas(plan: Plan) -> Iterator[Formula]:
     for name, step in (("prefill", plan.prefill), ("decode step", plan.decode)):
         yield from of_step(plan, name, step)
         yield from of_documents(plan, name, step)
-    yield of_cache_saved(plan)
     yield from _turning_points(plan)
     if plan.output_tokens_per_s is not None:
         yield from _times(plan)
         yield from _money(plan, plan.output_tokens_per_s.value)
     yield from _speculation(plan)
+    yield from of_techniques(plan)
     yield from _loading(plan)
 
 

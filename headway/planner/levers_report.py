@@ -34,6 +34,7 @@ _NEEDS = {
     Needs.RESTART: "a restart",
     Needs.LOAD: "another load",
     Needs.HARDWARE: "other hardware",
+    Needs.MODEL: "another model",
 }
 
 

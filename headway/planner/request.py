@@ -10,6 +10,7 @@ from typing import Annotated
 from headway.cost.loading import STORAGE_BYTES_PER_S
 from headway.engine.config import AttentionSinksFlag, AttentionWindowFlag
 from headway.flags import Flag, Needs, tokens
+from headway.load.workload.lengths import mean_tokens, parse_length
 from headway.policy.objectives.objectives import checked_objectives, parse_objectives
 
 MOST_SPECULATIVE_TOKENS = 16
@@ -27,6 +28,7 @@ MOST = {
     "max_num_seqs": 8_192,
     "max_model_len": 100_000_000,
     "block_size": 65_536,
+    "kv_heads": 65_536,
 }
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256  # unless the context has no room for them
 RATES = (1e-4, 1e6)  # requests a second
@@ -188,6 +190,13 @@ class PlanOptions(DeploymentOptions):
         slo: objectives in ms, by ttft, tpot and e2el.
     """
 
+    kv_heads: Annotated[
+        int | None,
+        _deployment(
+            "Plan as if the model had so many KV heads: as many as query heads for MHA, 1 for MQA. Default: its own.",
+            needs=Needs.MODEL,
+        ),
+    ] = None
     count: Annotated[
         int | None, _hardware("Number of devices. Default: as many as one replica needs.", common=True)
     ] = None
@@ -212,6 +221,14 @@ class PlanOptions(DeploymentOptions):
             "Tokens of each answer, on average. Default: 256, or a quarter of the context if that is less.", common=True
         ),
     ] = None
+    input_len: Annotated[
+        str | None,
+        _load(
+            "Distribution of prompt lengths, such as lognormal:mean=200,cv=0.8,max=4000, instead of --prompt-tokens: "
+            "its mean is planned, and --explain shows what static batching pads."
+        ),
+    ] = None
+    output_len: Annotated[str | None, _load("Distribution of answer lengths, instead of --output-tokens.")] = None
     cached_tokens: Annotated[
         int, _load("Tokens of each prompt already in the prefix cache, the same for all prompts.")
     ] = 0
@@ -314,7 +331,8 @@ class PlanRequest(PlanOptions):
         Raises:
             PlanError: more of the prompt is cached than it has.
         """
-        prompt, answer = self.prompt_tokens, self.output_tokens
+        prompt = _mean(self.input_len, self.prompt_tokens)
+        answer = _mean(self.output_len, self.output_tokens)
         prompt = min(PROMPT_TOKENS, max(1, (context or MOST["max_model_len"]) // 2)) if prompt is None else prompt
         answer = min(OUTPUT_TOKENS, max(1, (context or MOST["max_model_len"]) // 4)) if answer is None else answer
         if not 0 <= self.cached_tokens < prompt:
@@ -325,6 +343,9 @@ class PlanRequest(PlanOptions):
         return prompt, answer
 
     def _check_load(self) -> None:
+        for tokens_name, lengths_name in (("prompt_tokens", "input_len"), ("output_tokens", "output_len")):
+            if getattr(self, tokens_name) is not None and getattr(self, lengths_name) is not None:
+                raise PlanError(f"{tokens_name} and {lengths_name} both say how long it is; give one of them")
         if self.request_rate is not None:
             _check_range("request_rate", self.request_rate, RATES, "requests a second")
         loads = [n for n in ("concurrency", "batch_size", "request_rate") if getattr(self, n) is not None]
@@ -338,6 +359,16 @@ class PlanRequest(PlanOptions):
                     "max_prefill_stall_ms works only with --concurrency or --request-rate: in a batch nobody "
                     "decodes while prompts are computed"
                 )
+
+
+def _mean(lengths: str | None, given: int | None) -> int | None:
+    """The mean of a distribution, or what is given instead. Raises PlanError where it is not understood."""
+    if lengths is None:
+        return given
+    try:
+        return mean_tokens(parse_length(lengths))
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _check_range(name: str, value: float, ends: tuple[float, float], what: str) -> None:

@@ -60,7 +60,7 @@ class Resolved:
 def resolve(request: PlanRequest) -> Resolved:
     """What a request means. Raises PlanError when a name is not known or the model cannot be run like this."""
     try:
-        model = _with_sinks(find_model(request.model, request.quantization), request)
+        model = _with_heads(_with_sinks(find_model(request.model, request.quantization), request), request.kv_heads)
         hardware, efficiency, machine = find_hardware(request.hardware, request.engine)
         if request.network_gb_per_s is not None:
             hardware = replace(hardware, network=network_of(request.network_gb_per_s))
@@ -121,6 +121,11 @@ def _with_sinks(model: Model, request: PlanRequest) -> Model:
     asked = request.attention_sinks, request.attention_window, request.block_size
     sinks = AttentionSinks.of(*asked, trained, request.max_model_len or trained)
     return model if sinks is None else replace(model, shape=model.shape.with_attention_sinks(sinks))
+
+
+def _with_heads(model: Model, kv_heads: int | None) -> Model:
+    """The model with another number of KV heads, if one is asked for."""
+    return model if kv_heads is None else replace(model, shape=model.shape.with_kv_heads(kv_heads))
 
 
 def profile_of(engine: str, hardware: Hardware) -> EngineProfile:

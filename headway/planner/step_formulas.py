@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
 from headway.cost.memory import kv_cache_bytes
 from headway.cost.parallel import stages
@@ -18,7 +17,6 @@ from headway.cost.work import (
     RMS_NORM_FLOPS,
     Operation,
     compute_format,
-    step_work,
     total,
 )
 from headway.planner.formula import Formula, Number, added, bracketed, given, larger, ms, rounded, smaller
@@ -233,19 +231,6 @@ def of_step(plan: Plan, name: str, step: PlannedStep) -> Iterator[Formula]:
         added(map(ms, [*(part.seconds for part in step.time.parts), step.time.host_s])),
         "ms",
         "roofline of each operation",
-    )
-
-
-def of_cache_saved(plan: Plan) -> Formula:
-    d, tokens = plan.deployment, plan.workload.mean_context + 1
-    naive = total(step_work(d.shape, [Chunk(tokens)], d.precision, d.flash).values()).flops
-    return Formula(
-        "Arithmetic that the cache saves",
-        f"FLOPs of a pass over all {tokens:,} tokens, which a token takes without a cache / FLOPs of the decode step "
-        "for each sequence",
-        given(naive) / (given(plan.decode.flops) / given(plan.batch)),
-        "times",
-        "document 001, chapter 5, section 2, and chapter 6, section 3",
     )
 
 

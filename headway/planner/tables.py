@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headway.cost.work import Operation, Work
 from headway.planner.plan import Estimate, Plan, PlannedStep
+from headway.planner.technique_formulas import of_techniques
 from headway.planner.words import amount, bar, dollars, gigabytes, seconds, share_of_memory, timed
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
@@ -13,13 +14,31 @@ NOTHING = Cell("–", "quiet")
 
 def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:
     """All tables that say something of this plan. `narrow` ones have fewer columns."""
-    parts = [memory_table(plan), phase_table(plan, "prefill", narrow), phase_table(plan, "decode", narrow)]
+    phases = (phase_table(plan, name, narrow) for name in ("prefill", "decode"))
+    parts = [device_table(plan), memory_table(plan), *phases]
     if plan.output_tokens_per_s is not None:
         parts.append(serving_table(plan))
-    parts.append(loading_table(plan))
+    parts += [technique_table(plan), loading_table(plan)]
     if plan.costs.per_million_output_tokens is not None or plan.costs.tokens_per_s_per_watt is not None:
         parts.append(cost_table(plan))
     return tuple(parts)
+
+
+def device_table(plan: Plan) -> Table:
+    """What a device is, as far as it is known."""
+    hardware = plan.deployment.hardware
+    link, watts, host = hardware.link, hardware.tdp_w, hardware.host_bytes_per_s
+    bus = f"{hardware.bus_bits:,} bits" if hardware.bus_bits else ""
+    rows = [
+        ("memory", gigabytes(hardware.memory_bytes), f"{gigabytes(hardware.bytes_per_s)}/s"),
+        ("memory bus", bus, ""),
+        ("CUDA cores", f"{hardware.cuda_cores:,}" if hardware.cuda_cores else "", ""),
+        ("tensor cores", f"{hardware.tensor_cores:,}" if hardware.tensor_cores else "", ""),
+        ("power", f"{watts:g} W" if watts else "", "at most"),
+        ("to its neighbours", f"{gigabytes(link.bytes_per_s)}/s" if link else "", link.kind if link else ""),
+        ("to its host", f"{gigabytes(host)}/s" if host else "", "one way"),
+    ]
+    return Table(hardware.name, ("", "", ""), tuple(cells(*row) for row in rows if row[1]), left=frozenset({2}))
 
 
 def memory_table(plan: Plan) -> Table:
@@ -146,6 +165,12 @@ def _time(estimate: Estimate | None) -> tuple[str, str]:
 
 def _plain(estimate: Estimate | None) -> tuple[str, str]:
     return ("–", "") if estimate is None else (number(estimate.value), bar(estimate))
+
+
+def technique_table(plan: Plan) -> Table:
+    """What the cache, batching and the like gain or cost here; --explain has the formulas."""
+    rows = [cells(each.name, number(each.value), each.unit) for each in of_techniques(plan)]
+    return Table("What techniques gain and cost", ("", "", ""), tuple(rows), left=frozenset({2}))
 
 
 def loading_table(plan: Plan) -> Table:

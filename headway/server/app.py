@@ -16,6 +16,7 @@ from starlette.responses import Response
 from headway import __version__
 from headway.engine.client import EngineClient
 from headway.server.api import responses
+from headway.server.api.adapters import AdapterRoutes
 from headway.server.api.api_page import api_page
 from headway.server.api.responses_store import ResponseStore
 from headway.server.api.routes import BODIES, Routes
@@ -76,6 +77,7 @@ def create_app(
     routes.add_to(app)
     TranslatedRoutes(service, routes.generate, store).add_to(app)
     VectorRoutes(service).add_to(app)
+    AdapterRoutes(service).add_to(app)
     batches = app.state.batches = _batches(app, service)
     BatchRoutes(batches, settings, service.bodies).add_to(app)
     app.add_middleware(
@@ -127,6 +129,6 @@ def _batches(app: FastAPI, service: Service) -> Batches | None:
     if settings.data_dir is None:
         return None
     post = InProcess(app, lambda: batch_class(service.classes.table)).post
-    batches = Batches(Store(settings.data_dir), post, Gaps(service), settings.known_names)
+    batches = Batches(Store(settings.data_dir), post, Gaps(service), service.model_names)
     service.metrics.registry.register(BatchMetrics(service.metrics.families, batches))
     return batches

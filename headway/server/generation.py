@@ -13,6 +13,7 @@ from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.outputs.choices import Piece, TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
+from headway.policy.cache.handle import Handle
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.choices import ServedChoice
@@ -45,9 +46,12 @@ class Generation:
         arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
         tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
         prediction: what the answer may say in parts; drafts are found in it.
+        adapter: digest of the adapter that it is made with; empty for the base model.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
+        hands_over: what is computed of the prompt is kept for another server.
+        handle: of what another server has computed of the prompt.
         operation, headers: what OpenTelemetry calls the request, and its headers, for its trace.
         make_choice: makes the choices.
         include_timings: hold back the end of a choice until the engine's part of its ledger has come.
@@ -68,10 +72,13 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         prediction: list[int] | None = None,
+        adapter: str = "",
         keep: bool = True,
         include_timings: bool = False,
         pooling: PoolingParams | None = None,
         prompt_only: bool = False,
+        hands_over: bool = False,
+        handle: Handle | None = None,
         operation: str = "text_completion",
         headers: Mapping[str, str] | None = None,
         make_choice: Callable[..., ServedChoice] = ServedChoice,
@@ -79,6 +86,7 @@ class Generation:
         self.id = uuid.uuid4().hex
         self.prompts = prompts
         self.terms = terms
+        self.adapter = adapter
         self._service = service
         self._engine = service.engine
         self._metrics = service.metrics
@@ -99,6 +107,8 @@ class Generation:
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
+        self.hands_over = hands_over
+        self.handle: Handle | None = None  # of the prompt that is kept
         stamps = Stamps(arrived_ns, checked_ns, tokenized_ns=tokenized_ns, compiled_ns=compiled_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
@@ -109,12 +119,15 @@ class Generation:
                 priority=priority,
                 cache_salt=cache_salt or "",
                 prediction=prediction or [],
+                adapter=adapter,
                 arrival_ns=arrived_ns,
                 service_class=terms.service.name,
                 ttft_ms=terms.ttft_ms,
                 tpot_ms=terms.tpot_ms,
                 tenant=terms.tenant,
                 pooling=pooling,
+                hands_over=hands_over,
+                handle=handle,
             )
             self._add(request, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
@@ -338,6 +351,7 @@ class Generation:
         self, choice: ServedChoice, output: SequenceOutput, received_ns: int, detokenized_ns: int | None = None
     ) -> None:
         choice.settle(output)
+        self.handle = output.handle
         self._unsettled -= 1
         if not self._unsettled:
             self._settled.set()

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from headway.config_files.classes import ClassFile
 from headway.config_files.tenants import TenantFile
-from headway.engine.client import EngineClient, EngineDead
-from headway.engine.messages import Explain, Explanation, Ready
+from headway.engine.client import AdapterError, EngineClient, EngineDead
+from headway.engine.messages import AdapterFound, Explain, Explanation, Ready
 from headway.outputs.pooling import Pooler
 from headway.policy.admission.queue_bound import Place
 from headway.policy.admission.tenants import DEFAULT_TENANT
@@ -26,7 +27,7 @@ from headway.server.edge.connection import Connection
 from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.ended import Ended
-from headway.server.errors import ApiError, unavailable
+from headway.server.errors import ApiError, bad_request, unavailable
 from headway.server.grammars import GrammarChecks
 from headway.server.metrics.metrics import Metrics
 from headway.server.quotas import TenantQuotas
@@ -43,6 +44,23 @@ from headway.text.tokenizer import Tokenizer
 # How long a scrape waits for the engine to say what its allocators hold, which it does between two steps.
 MEMORY_S = 0.1
 logger = logging.getLogger("headway.server")
+
+
+class ModelNames(Collection[str]):
+    """The names that a request may use at the moment: of the base model, and of adapters."""
+
+    def __init__(self, settings: ServerSettings, engine: EngineClient) -> None:
+        self._settings, self._engine = settings, engine
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._settings.known_names or name in self._engine.adapters
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._settings.known_names
+        yield from self._engine.adapters
+
+    def __len__(self) -> int:
+        return len(self._settings.known_names) + len(self._engine.adapters)
 
 
 class Service(Door):
@@ -89,6 +107,7 @@ class Service(Door):
         self.connections: Collection[Connection] = ()
         self.metrics.add_clients(self.backlog)
         self.created = int(time.time())
+        self.model_names = ModelNames(settings, engine)
         self.pace = Pace()
         if self.quotas is not None:
             self.metrics.add_tenants(self.quotas)
@@ -129,14 +148,57 @@ class Service(Door):
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 when `name` is not a model that is served."""
-        if name is not None and name not in self.settings.known_names:
-            served = ", ".join(self.settings.served_model_names)
+        if name is not None and name not in self.model_names:
+            served = ", ".join([*self.settings.served_model_names, *self.engine.adapters])[:1000]
             raise ApiError(
                 404,
                 f"model {name[:200]!r} is not served here; the server has {served}",
                 param="model",
                 code="model_not_found",
             )
+
+    # --- adapters -----------------------------------------------------------------------------------
+
+    def adapter_of(self, model: str | None) -> str:
+        """The digest of the adapter that is asked for by a name which is served; empty for the base model."""
+        return "" if model is None or (found := self.engine.adapters.get(model)) is None else found.digest
+
+    async def load_adapter(self, name: str, path: str) -> AdapterFound:
+        """Serve an adapter by a name. Raises ApiError: 400 where it cannot be served, 503 where the engine is not."""
+        try:
+            found = await self.engine.adapters.load(name, path)
+        except AdapterError as error:
+            raise bad_request(str(error), "lora_path") from None
+        except EngineDead as error:
+            raise unavailable(str(error), "engine_dead", 5) from None
+        logger.info("adapter %s is %s, of rank %d (%s)", name, path, found.rank, found.digest)
+        return found
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more; its requests end as the settings say. Raises ApiError 404 where it is not there."""
+        if name not in self.engine.adapters:
+            raise ApiError(404, f"adapter {name[:200]!r} is not loaded", param="lora_name", code="model_not_found")
+        digest = self.engine.adapters[name].digest
+        self.engine.adapters.drop(name)
+        logger.info("adapter %s is unloaded", name)
+        if self.settings.lora_unload == "abort":
+            why = f"adapter {name[:200]!r} was unloaded while this request ran"
+            for generation in list(self.generations):
+                if getattr(generation, "adapter", "") == digest:
+                    generation.abort(ApiError(404, why, param="model", code="adapter_unloaded"))
+
+    def card(self, model: AdapterFound | str) -> dict[str, Any]:
+        """What /v1/models says of the base model by one of its names, or of an adapter."""
+        base, settings = isinstance(model, str), self.settings
+        return {
+            "id": model if isinstance(model, str) else model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "headway",
+            "root": (settings.root or model) if isinstance(model, str) else model.path,
+            "parent": None if base else settings.served_model_names[0],
+            "max_model_len": self.check_ready().max_model_len,
+        }
 
     def check_ready(self) -> Ready:
         """The engine's limits.

@@ -85,6 +85,13 @@ class ServerSettings(EdgeSettings):
         str,
         flag("How the model writes reasoning. Default: as its chat template says.", choices=REASONING_PARSERS),
     ] = "auto"
+    lora_unload: Annotated[
+        str,
+        flag(
+            "Requests of an adapter that is unloaded: finish lets them go on, abort ends them with an error.",
+            choices=("finish", "abort"),
+        ),
+    ] = "finish"
     priority_allowed: bool = False
     root: str = ""
     metrics_prefix: Annotated[str, flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"

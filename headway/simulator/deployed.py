@@ -23,6 +23,7 @@ from headway.policy.admission.quota import Quotas
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups, layers_per_group, seen_windows
 from headway.policy.cache.sizing import CPU_SHARE, PoolSize, pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
@@ -31,6 +32,7 @@ from headway.policy.step.speculative_config import SpeculativeConfig
 from headway.simulator.drafts import DraftPlan, Drafts
 from headway.simulator.engine import Host, NextEngine
 from headway.simulator.server import Server
+from headway.simulator.static import StaticServer
 from headway.simulator.timing import DecodeTiming, Predicted
 
 MOST_HOST_BLOCKS = 100_000_000
@@ -69,6 +71,13 @@ class ServerOptions(DeploymentOptions):
         int, _deployment("Devices that share each layer.", min=1, common=True, needs=Needs.HARDWARE)
     ] = 1
     given: frozenset[str] = frozenset()
+    scheduler_profile: Annotated[
+        str,
+        _engine(
+            "continuous is the scheduler of the engine; static answers one padded batch after the other, without one.",
+            choices=("continuous", "static"),
+        ),
+    ] = "continuous"
     kv_cache_memory: Annotated[
         int | None, _engine("Memory of the KV cache, such as 4G. Default: what remains.", parse=size, metavar="SIZE")
     ] = None
@@ -128,10 +137,15 @@ class Deployed:
     quotas: Quotas | None = None
     deployment: Deployment | None = None
     drafts: DraftPlan | None = None
+    is_static: bool = False
 
     def server(self, next_engine: NextEngine | None = None) -> Server:
         """Make the simulated server, without clients. The arguments are those of `simulate`."""
-        server = Server(self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, self.quotas)
+        parts = self.scheduler, self.timing, self.limits, self.host, None, None, next_engine, self.quotas
+        if self.is_static:
+            assert self.deployment is not None
+            return StaticServer(self.deployment, *parts)
+        server = Server(*parts)
         if self.drafts is not None:
             server.drafts = Drafts(self.drafts, self.scheduler)
         return server
@@ -143,6 +157,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     Raises:
         PlanError, or another ValueError: there is no such thing, or it does not fit; one line.
     """
+    if options.scheduler_profile == "static":
+        _check_static(options)
     profile = find_profile(options.engine, HEADWAY)
     options = replace(options, engine=profile.key)
     hardware = find_hardware(options.hardware)[0]
@@ -177,6 +193,7 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         "quantization": found.quantization,
         "kv_cache_dtype": found.kv_cache_dtype,
         "engine": profile.key,
+        "scheduler_profile": options.scheduler_profile,
         "efficiency": "as calibrated" if found.machine is not None else profile.efficiency,
         "max_model_len": pool.max_model_len,
         "max_num_seqs": scheduler.config.max_num_seqs,
@@ -187,11 +204,21 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     per_output_ns = round(efficiency.output_s * 1e9)
     ahead = profile.limits(hardware).ahead
     host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns, ahead=ahead)
-    return Deployed(scheduler, Predicted(found.deployment), limits, host, about, quotas, found.deployment, drafts)
+    is_static = options.scheduler_profile == "static"
+    timing, deployment = Predicted(found.deployment), found.deployment
+    return Deployed(scheduler, timing, limits, host, about, quotas, deployment, drafts, is_static)
+
+
+def _check_static(options: ServerOptions) -> None:
+    """Raises PlanError where a batch without a scheduler is asked for together with what only a scheduler does."""
+    of_scheduler = {each.name for each in fields(SchedulingOptions)} - {"max_num_seqs", "block_size"}
+    of_scheduler |= {"speculative_config", "acceptance", "tenants", "service_classes"}
+    for name in sorted(options.given & of_scheduler):
+        raise PlanError(f"{name} is for a scheduler, which --scheduler-profile static has none of; leave it out")
 
 
 def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
-    """What is asked for of drafts. Raises PlanError where it is not all said, or drafts cannot be taken back."""
+    """What is asked for of drafts. Raises PlanError where it is not all said, or the model cannot draft."""
     asked = options.speculative_config
     if asked is None:
         if options.acceptance is not None:
@@ -199,8 +226,8 @@ def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
         return None
     if options.acceptance is None:
         raise PlanError("--speculative-config needs --acceptance, which depends on draft, model and text")
-    if found.model.shape.recurrent:
-        raise PlanError(f"--speculative-config: {found.model.name} has recurrent layers, which take no drafts back")
+    if asked.method not in ("ngram", "draft_model"):
+        raise PlanError(f"--speculative-config: method {asked.method!r} is not simulated; ngram and draft_model are")
     model = None if asked.model is None else draft_of(asked.model, found.deployment)
     return DraftPlan(asked.num_speculative_tokens, options.acceptance, model)
 
@@ -293,6 +320,7 @@ def _pool(
             block_size,
             found.model.shape.attention_sinks,
         ),
+        draft_states=0 if drafts is None else MOST_DRAFTS,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from headway.policy.admission.intake import taken_up
+from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ledger import Phase
 from headway.policy.step.request import NEVER, Sequence, Status, sequences_of
 from headway.policy.step.scheduler import Scheduler
@@ -176,7 +177,7 @@ class Engine(ABC):
         drawn = self._drawn if self.drafts is None else self.drafts.drawn(plan, self._choices, self._drawn)
         changed = self.scheduler.complete(plan, drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
-        self.steps.add(planned, plan.work, len(plan.scheduled), len(plan.preempted), times, self.scheduler)
+        self._log(planned, plan.work, len(plan.scheduled), len(plan.preempted), times)
         choices = self._choices
         if self.drafts is not None:
             self.drafts.step_ended(plan, changed, planned, times)
@@ -189,6 +190,13 @@ class Engine(ABC):
                     self._note_first_token(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
+
+    def _log(self, planned: int, work: StepWork, sequences: int, preempted: int, times: StepTimes) -> None:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        self.steps.add(
+            planned, work, sequences, preempted, times, running, waiting, blocks.num_blocks - blocks.num_free
+        )
 
     def _note_first_token(self, choice: Choice, now: int) -> None:
         """A choice has had its first token, or its last one is due."""
@@ -225,7 +233,7 @@ class Engine(ABC):
             yield times.sampled_ns - 1
             ended = steady.complete(times)
             self.now = self._ran_ns = times.sampled_ns
-            self.steps.add(planned, work, work.decode_tokens, 0, times, self.scheduler)
+            self._log(planned, work, work.decode_tokens, 0, times)
             for sequence in ended:
                 choice = self._choices[sequence.seq_id]
                 choice.answer.token_ns += self.steps.sampled_ns[self._first_steady :]

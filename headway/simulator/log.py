@@ -6,7 +6,6 @@ from array import array
 from dataclasses import dataclass, field
 
 from headway.policy.step.accounting import StepTimes
-from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.step_time import StepWork
 
 
@@ -48,7 +47,15 @@ class StepLog:
         return len(self.sampled_ns)
 
     def add(
-        self, planned_ns: int, work: StepWork, sequences: int, preempted: int, times: StepTimes, scheduler: Scheduler
+        self,
+        planned_ns: int,
+        work: StepWork,
+        sequences: int,
+        preempted: int,
+        times: StepTimes,
+        running: int,
+        waiting: int,
+        blocks: int,
     ) -> None:
         """A step has run, and its results were applied."""
         self.planned_ns.append(planned_ns)
@@ -57,7 +64,7 @@ class StepLog:
         self.sampled_ns.append(times.sampled_ns)
         self.tokens.append(work.tokens)
         self.sequences.append(sequences)
-        self.running.append(len(scheduler.running))
-        self.waiting.append(len(scheduler.waiting))
-        self.blocks.append(scheduler.blocks.num_blocks - scheduler.blocks.num_free)
+        self.running.append(running)
+        self.waiting.append(waiting)
+        self.blocks.append(blocks)
         self.preempted.append(preempted)

@@ -44,6 +44,10 @@ class Kind:
     def deploy(self, how: Deploy, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
         """Deploy a server of this kind. Raises ValueError like deploy()."""
         made = how(*changed(server, scheduling, self.changes))
+        if self.role and made.is_static:
+            raise ValueError(
+                f"role is {self.role!r}, which --scheduler-profile static cannot have; leave one of them out"
+            )
         if self.role != DECODE:
             return made
         config = made.scheduler.config  # what has come takes no time, so that no step is too small for it

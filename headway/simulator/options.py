@@ -132,6 +132,8 @@ class SimulateOptions:
         for flag, value in (("--scale-at", self.scale_at), ("--scale-down-seconds", self.scale_down_s)):
             if value is not None and self.max_replicas is None:
                 raise ValueError(f"{flag} needs --max-replicas")
+        if self.explain_tail and self.server.scheduler_profile == "static":
+            raise ValueError("--explain-tail changes a scheduler, which --scheduler-profile static has none of")
         self.scaling_rule()
         if self.trace_output is not None and any(several):
             raise ValueError("--trace-output needs a single run; leave out --sweep, --find-max-rate and the like")

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import msgspec
 
-from headway.policy.step.recording import FORMAT, Arrival, End, NewClasses, Proposal, Record, RecordedEngine, Step
+from headway.policy.step.recording import (
+    FORMAT,
+    AdapterLoaded,
+    Arrival,
+    End,
+    NewClasses,
+    Proposal,
+    Record,
+    RecordedEngine,
+    Step,
+)
 
 _decoder = msgspec.json.Decoder(Record)
 
@@ -18,7 +28,7 @@ class Recording:
     """The life of one engine process: its records in order."""
 
     engine: RecordedEngine
-    records: list[Arrival | NewClasses | Proposal | Step | End] = field(default_factory=list)
+    records: list[Arrival | NewClasses | AdapterLoaded | Proposal | Step | End] = field(default_factory=list)
 
 
 def read_recordings(path: Path | str) -> list[Recording]:

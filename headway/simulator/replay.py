@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.pooling import PoolingParams
-from headway.policy.step.recording import NOT_NUMBERS, Arrival, End, Item, NewClasses, Proposal, Record, Step
+from headway.policy.step.recording import (
+    NOT_NUMBERS,
+    AdapterLoaded,
+    Arrival,
+    End,
+    Item,
+    NewClasses,
+    Proposal,
+    Record,
+    Step,
+)
 from headway.policy.step.request import FinishReason, Sequence
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import Scheduler
@@ -75,6 +85,9 @@ class Replay:
                 self.scheduler.set_classes(self.classes, record.weights)
             elif isinstance(record, Proposal):
                 self.scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
+            elif isinstance(record, AdapterLoaded):
+                failed = self.scheduler.adapter_loaded(record.adapter, record.now, record.done)
+                changed = [(sequence, []) for sequence in failed]
             elif record.reason is FinishReason.ABORT:
                 changed = [(self._sequences[record.seq_id], [])]
                 self.scheduler.abort(self._sequences[record.seq_id], record.now)
@@ -101,6 +114,7 @@ class Replay:
             pins_prompt=arrival.pins_prompt,
             pooling=PoolingParams(arrival.pools) if arrival.pools else None,
             parent=None if arrival.parent is None else self._sequences[arrival.parent],
+            adapter=arrival.adapter,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = arrival.sent_ns
         self._sequences[arrival.seq_id] = sequence

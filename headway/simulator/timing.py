@@ -78,17 +78,18 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """The host's time comes before the step is launched."""
-        return self._times(tuple(self.chunks(plan.scheduled, plan.work.repeated_context)), now)
+        return self.times_of(tuple(self.chunks(plan.scheduled, plan.work.repeated_context)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
             decodes = self._decodes([each + self.cached for each in contexts()], work.repeated_context)
-            return self._times(tuple(decodes), now)
+            return self.times_of(tuple(decodes), now)
         count = work.decode_tokens
         context = work.decode_context + count * (self.cached - 1)
-        return self._times((self._decodes_of(count, context, work.repeated_context),), now)
+        return self.times_of((self._decodes_of(count, context, work.repeated_context),), now)
 
-    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+    def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+        """The times of a step of these chunks."""
         parts = self._known.get(chunks)
         if parts is None:
             if len(self._known) >= MOST_KNOWN:
@@ -149,12 +150,12 @@ class Staged(Predicted):
     _free_ns: int = field(init=False, default=0)  # the slowest stage
     _paces: dict[tuple[Chunk, ...], int] = field(init=False, default_factory=dict)
 
-    def _times(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
+    def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         begun = max(now, self._free_ns)
         if chunks not in self._paces:
             self._paces[chunks] = round(1e9 * self.deployment.pace(self._step(chunks)))
         self._free_ns = begun + self._paces[chunks]
-        times = Predicted._times(self, chunks, begun)
+        times = Predicted.times_of(self, chunks, begun)
         self.stages_ns += times.sampled_ns - begun
         return times
 

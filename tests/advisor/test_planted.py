@@ -89,6 +89,7 @@ def test_of_eight_planted_faults_at_least_seven_are_named_first(tmp_path: Path) 
     assert right >= 7, named
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_planted_fault_is_named_and_a_healthy_server_has_none(tmp_path: Path, served: Served) -> None:
     code, found = doctor(served.url, "--no-local")

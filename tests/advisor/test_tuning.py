@@ -6,10 +6,12 @@ import io
 import json
 import math
 import random
+import re
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from headway.advisor.tuning.journal import Journal
 from headway.advisor.tuning.options import TuneOptions, duration
 from headway.advisor.tuning.race import FAILED, MOST_PAIRS, Race, attainment, distances, furthest, loss
 from headway.advisor.tuning.report import config_lines, lines, meets, write
+from headway.advisor.tuning.subjects import LEARN_SEEDS, start_command
 from headway.bench.options import Claims
 from headway.changes import applied, change_of, typed
 from headway.engine.config import ModelOptions
@@ -28,7 +31,6 @@ from headway.load.record import Failure, FailureKind, RequestRecord
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
 from headway.policy.step.options import SchedulingOptions
-from headway.simulator.verify import Measured
 from tests.advisor.evidences import record
 
 OBJECTIVES = {"ttft": 100.0, "tpot": 10.0}
@@ -106,38 +108,38 @@ def test_what_is_no_duration(text: str) -> None:
 class Machine:
     """A server whose slowest requests take so many times the allowed time, by its settings; with some noise."""
 
+    device, tunable = "cpu", None
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs, self._chance = 0, random.Random(3)
-        self.believed = self.true
-        machine = self
+        self.believed: Callable[[SchedulingOptions], float] | None = self.true
+        monkeypatch.setattr(tune, "subject_of", self._of)
 
-        async def live(tuner: Any, scheduling: SchedulingOptions, seeds: Sequence[int], *_: str) -> list[Measured]:
-            machine.runs += len(seeds)
-            return [Measured(tuner._of_seed(seed), machine.result(scheduling)) for seed in seeds]
+    def _of(self, options: TuneOptions, _: object) -> Machine:
+        self._given = options.scheduling
+        return self
 
-        async def simulated(tuner: Any, scheduling: SchedulingOptions, _: int) -> float:
-            return math.log(machine.believed(scheduling))
+    async def learn(self) -> list[list[RequestRecord]]:
+        return await self.measured(self._given, LEARN_SEEDS)
 
-        async def learn(tuner: Any) -> None:
-            told = await live(tuner, tuner._options.scheduling, tune.LEARN_SEEDS)
-            runs = [tune.summary(each.result.records, tuner._objectives) for each in told]
-            tuner._journal.add("baseline", {"device": "cpu", "runs": runs}, 1.0)
+    async def measured(self, scheduling: SchedulingOptions, seeds: Sequence[int]) -> list[list[RequestRecord]]:
+        self.runs += len(seeds)
+        return [self.records(self.true(scheduling) * math.exp(self._chance.gauss(0.0, 0.02))) for _ in seeds]
 
-        monkeypatch.setattr(tune._Tuner, "_live", live)
-        monkeypatch.setattr(tune._Tuner, "_simulated_loss", simulated)
-        monkeypatch.setattr(tune._Tuner, "_learn", learn)
+    async def simulated(self, scheduling: SchedulingOptions, _: int) -> list[RequestRecord] | None:
+        return None if self.believed is None else self.records(self.believed(scheduling))
 
     def true(self, scheduling: SchedulingOptions) -> float:
         return (4.0 if scheduling.max_num_seqs < 32 else 1.0) * (
             1.0 if scheduling.max_prefill_stall_ms == 25.0 else 1.5
         )
 
-    def result(self, scheduling: SchedulingOptions) -> Any:
-        times = self.true(scheduling) * math.exp(self._chance.gauss(0.0, 0.02))
+    @staticmethod
+    def records(times: float) -> list[RequestRecord]:
         records = [record(number, 90.0 * times, 11, 4.0, decode_compute=30.0) for number in range(20)]
         for each in records:
             each.scheduled_ns = each.sent_ns
-        return type("Result", (), {"records": records})
+        return records
 
 
 @pytest.fixture
@@ -200,9 +202,9 @@ def test_a_journal_of_other_options_is_refused(options: TuneOptions, monkeypatch
 
 def test_a_budget_that_is_spent_ends_it(options: TuneOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
-    options.budget_s = 0.5
+    options.budget_s = 1e-6
     found = run(options)
-    assert found.trials == [] and "budget of 0.5 s" in found.why and found.left
+    assert found.trials == [] and "budget of 1e-06 s" in found.why and found.left
 
 
 def test_config_and_report_are_written(options: TuneOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +228,60 @@ def test_a_journal_keeps_what_was_added(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("no\n" + json.dumps({"about": {}}) + "\n")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         Journal(tmp_path / "bad.jsonl", {})
+
+
+# --- other servers -----------------------------------------------------------------------------------------
+
+START = "serve 'my model' --port {port} -np {max_num_seqs} -b {max_num_batched_tokens}"
+
+
+def test_a_start_command_gets_the_settings() -> None:
+    found = start_command(START, SchedulingOptions(max_num_seqs=4, max_num_batched_tokens=512), "cuda", 80)
+    assert found == ["serve", "my model", "--port", "80", "-np", "4", "-b", "512"]
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("serve --port {port} -np {seats}", "has {seats}, which is no setting"),
+        ("serve -np {max_num_seqs}", "has no {port}"),
+        ("serve --port {port}", "no setting to tune"),
+        ("serve 'x --port {port} {max_num_seqs}", "cannot be split into words"),
+    ],
+)
+def test_a_start_command_that_cannot_be_tuned_is_one_line(options: TuneOptions, start: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        replace(options, start=start)
+    with pytest.raises(ValueError, match="names its own"):
+        replace(options, start=START, model="story")
+
+
+def test_what_cannot_be_simulated_is_tried_from_the_nearest_on(
+    options: TuneOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    machine.believed, machine.tunable = None, frozenset({"max_num_seqs"})  # type: ignore[assignment]
+    options = replace(options, start="serve --port {port} -np {max_num_seqs}")
+    found = run(options)
+    assert [trial.prediction.change.value for trial in found.trials][:2] == [32, 64]
+    assert typed(found.changes) == "--max-num-seqs 32" and {each.prediction.high for each in found.trials} == {math.inf}
+    written = {path.name: path.read_text() for path in write(options, found)}
+    assert written["start.txt"] == "serve --port '{port}' -np 32\n"
+    assert "not simulated" in written["report.md"] and "Serve with `serve --port" in written["report.md"]
+
+
+@pytest.mark.slow
+def test_another_server_is_started_and_tuned(options: TuneOptions) -> None:
+    start = f"{sys.executable} -m headway serve --port {{port}} --max-num-seqs {{max_num_seqs}}"
+    workload = WorkloadSpec(num_prompts=24, random_input_len=16, random_output_len=24)
+    scheduling, claims = SchedulingOptions(max_num_seqs=1), Claims(objectives={"ttft": 50.0})
+    begun = replace(options, start=start, workload=workload, scheduling=scheduling, claims=claims, budget_s=5.0)
+    found = run(begun)
+    assert found.before[0]["percentiles_ms"]["ttft"] and found.trials[0].prediction.change.value == 2
+    assert len(found.trials[0].race.gains) >= 2 and write(begun, found)
+    bad = replace(options, start="/no/such/server {port} {max_num_seqs}", output=options.output / "bad")
+    with pytest.raises(ValueError, match="cannot start /no/such/server: No such file"):
+        run(bad)
 
 
 def test_tuning_needs_objectives() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from headway.bench import max_rate
 from headway.bench.jobs import sweep_loads
 from headway.bench.max_rate import Prober
 from headway.bench.options import BenchOptions, Output, Sweep, Target
+from headway.bench.repeats import Repeated
 from headway.bench.results import load_json
 from headway.bench.runs import Bench, Load
 from headway.bench.session import Session
@@ -269,3 +271,43 @@ def test_a_server_that_is_lost_ends_a_sweep_and_keeps_what_was_measured(
     assert ran.code == 1 and report.is_file() and len(ran.files(".json")) == 1
     assert "1 at a time: Valid" in ran.out and "2 at a time: not measured: all 3 warm-up" in ran.out
     assert str(report) in ran.out
+
+
+def test_a_run_ends_early_and_its_sweep_with_it(headway: CommandLine, scripted: ScriptedServer, tmp_path: Path) -> None:
+    slow = ("--random-input-len", 8, "--random-output-len", 200, "--num-warmups", 0, "--num-prompts", 200)
+    asked = ("bench", "--base-url", scripted.url, *slow, "--sweep", "rate:500,1000", "--stop-at", "in-flight:20")
+    ran = headway(*asked)
+    assert ran.code == 1 and "1,000 requests/s" not in ran.out
+    assert "were in flight or waited for a place (--stop-at in-flight:20)" in ran.out
+    result = ran.result()
+    assert 20 <= len(result["headway"]["requests"]["sent_ns"]) < 200
+    path = tmp_path / "scripts.jsonl"
+    path.write_text(json.dumps({"prompt": script(fail="cut"), "output_tokens": 2}) + "\n")
+    custom = ("--dataset-name", "custom", "--dataset-path", path, "--num-prompts", 50, "--num-warmups", 0)
+    ran = headway("bench", "--base-url", scripted.url, *custom, "--max-concurrency", 1, "--stop-at", "failures:5")
+    assert ran.code == 1 and "5 requests had failed (--stop-at failures:5)" in ran.out
+    assert result["headway"]["settings"]["ended_early"] and "50 sent" in ran.out
+    assert "is no limit" in headway("bench", "--base-url", scripted.url, "--stop-at", "errors:5").error()
+    both = ("--stop-at", "failures:5", "--find-max-rate", "--goodput", "ttft:100")
+    assert "leave one of them out" in headway("bench", "--base-url", scripted.url, *both).error()
+
+
+def test_runs_are_repeated_until_their_figures_are_narrow(headway: CommandLine, scripted: ScriptedServer) -> None:
+    load = (*SHORT, "--max-concurrency", 4, "--num-prompts", 24)
+    ran = headway("bench", "--base-url", scripted.url, *load, "--repeat-until", "ttft:90,throughput:95")
+    assert ran.code == 0 and "3 runs" in ran.out, ran.out
+    results = [json.loads(path.read_text())["headway"] for path in ran.files(".json")]
+    assert [each["settings"]["seed"] for each in results] == [0, 1, 2]
+    assert len(results[-1]["repeats"]["throughput"]["values"]) == 3
+    never = ("--repeat-until", "e2el:0.0001", "--max-repeats", 3)
+    ran = headway("bench", "--base-url", scripted.url, *load, *never)
+    assert ran.code == 1 and " no" in ran.out
+    for wrong in ("ttft", "ttft:0", "speed:5"):
+        assert "is no interval" in headway("bench", "--base-url", scripted.url, "--repeat-until", wrong).error()
+
+
+def test_the_interval_over_runs_is_students() -> None:
+    found = Repeated("ttft", (10.0, 11.0, 12.0), 0.25)
+    assert found.half == pytest.approx(4.303 * 1.0 / 3**0.5, rel=1e-3) and found.is_narrow
+    assert not Repeated("ttft", (10.0, 11.0, 12.0), 0.2).is_narrow
+    assert math.isinf(Repeated("ttft", (10.0, 11.0), 0.2).half)

@@ -392,6 +392,7 @@ def test_a_child_is_stopped_but_while_it_is_asked_and_ends_with_its_parent(tmp_p
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_sitting_ends_its_engines(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.offline", "--shapes", "tiny", "--precisions", "bf16", "--threads", "1"]
     command += ["--folder", str(tmp_path), "--output", str(tmp_path / "result.json")]

@@ -155,6 +155,7 @@ def test_beliefs_bounds_and_what_is_fixed():
     assert fit(measured(TRUTH), [sure], rounds=30)[sure] == pytest.approx(1e-3, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_little_known_architectures_do_not_move_what_all_share():
     """The rows of an L40S were made with another bandwidth, and are left to find what is its own."""
@@ -271,7 +272,7 @@ def test_the_results_have_every_published_figure_once():
     )
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [160, pytest.param(9, marks=pytest.mark.slow)])
 def test_the_results_are_what_the_model_says_today(every):
     """Some rows are checked: all would take longer than a test should. `make bench-plan_accuracy` repairs it."""
     then = {of_entry(each): each["predicted"] for each in WRITTEN["figures"]}

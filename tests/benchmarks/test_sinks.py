@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sinks
-from tests.benchmarks.test_perplexity import SENTENCE
+from tests.quantize.test_quality import SENTENCE
 
 
+@pytest.mark.slow
 def test_a_row_for_each_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ def test_changes_are_of_medians_and_their_range_of_rounds() -> None:
     rounds = Rounds()
     for base, traced in ((100.0, 99.0), (200.0, 190.0), (150.0, 150.0)):
         for name, value in ((tracing.OFF, base), ("100 %", traced)):
-            rounds.add("8 streams", name, dict.fromkeys(tracing.MEASURES, value))
+            rounds.add("8 streams", name, dict.fromkeys(tracing.SHOWN, value))
     head, _, row, *_ = tracing.table(rounds).splitlines()
     assert head == "| 8 streams | off | 100 % |"
     assert row == "| output tokens/s | 150 (100 .. 200) | +0.0 % (-5.0 .. +0.0) |"
@@ -35,7 +35,7 @@ def test_changes_are_of_medians_and_their_range_of_rounds() -> None:
 def test_a_value_of_0_has_no_change() -> None:
     rounds = Rounds()
     for name, value in ((tracing.OFF, 0.0), ("1 %", 2.0)):
-        rounds.add("8 streams", name, dict.fromkeys(tracing.MEASURES, value))
+        rounds.add("8 streams", name, dict.fromkeys(tracing.SHOWN, value))
     assert tracing.table(rounds).splitlines()[2] == "| output tokens/s | 0.00 | - |"
 
 

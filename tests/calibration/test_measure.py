@@ -13,7 +13,7 @@ from headway.calibration import machine
 from headway.calibration.describe import hardware_of
 from headway.calibration.measure import EFFORTS, MIB, CalibrationError, Effort, measure
 from headway.calibration.peaks import MachinePeaks
-from headway.calibration.stopwatch import MIN_REPEATS, MOST_REPEATS, measure_rate
+from headway.calibration.stopwatch import MIN_REPEATS, MOST_CAPTURED, MOST_REPEATS, GraphStopwatch, measure_rate
 from tests.calibration.little import LITTLE_MEMORY
 
 
@@ -52,6 +52,17 @@ def test_short_calls_are_timed_many_at_a_time():
 
 def test_the_budget_bounds_the_repeats():
     assert measure_rate(1.0, nothing, ScriptedStopwatch([0.01]), 0.105, "me", 1).repeats == 10
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_without_its_host():
+    numbers, more = torch.zeros(16, device="cuda"), torch.zeros(2**28, device="cuda")
+    watch = GraphStopwatch()
+    one = min(watch.seconds(lambda: numbers.add_(1), 10 * MOST_CAPTURED) for _ in range(3)) / (10 * MOST_CAPTURED)
+    assert 0 < one < 5e-6  # a launch takes the host longer
+    assert numbers[0] == 3 * (1 + MOST_CAPTURED + 10 * MOST_CAPTURED)
+    few, many = (min(watch.seconds(lambda: more.add_(1), calls) for _ in range(3)) for calls in (2, 20))
+    assert many == pytest.approx(10 * few, rel=0.2)
 
 
 @pytest.fixture

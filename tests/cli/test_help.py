@@ -71,7 +71,7 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("run headway/story", "there is no command 'run'; use headway serve MODEL"),
         ("bench http://localhost:8000", "--base-url http://localhost:8000"),
-        ("serve --pipeline-parallel-size 2", "no option --pipeline-parallel-size; stages are not supported yet"),
+        ("serve --cpu-offload-gb 2", "no option --cpu-offload-gb; the whole model is on one device"),
         ("batch in.jsonl", "headway: give --output"),
         ("serve --ctx-size 512", "headway serve has no option --ctx-size; it is called --max-model-len here"),
         ("serve --kv-cache-memory-bytes 4G", "it is called --kv-cache-memory here"),
@@ -86,7 +86,7 @@ def test_a_long_word_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --goodput ttft:500 tpot", "--goodput: 'tpot' is not KEY:MS"),
         ("plan llama-3.1-8b --hardware L4 --slo ttft 500", "--slo: 'ttft' is not KEY:MS"),
         ("plan llama-3.1-8b --gpu H200", "headway plan has no option --gpu; it is called --hardware here"),
-        ("serve --no-such-thing", "headway serve --help-all lists its options"),
+        ("serve --zzz", "headway serve --help-all lists its options"),
         ("--help-all", "headway --help lists its options"),
         ("serve --port x", "--port is 'x'; it must be a whole number"),
         ("serve --port 99999", "--port is '99999'; it must be at most 65535"),

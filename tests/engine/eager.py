@@ -87,7 +87,7 @@ def try_all_drafts(patch: pytest.MonkeyPatch, llm: LLM, drafter: Foreseeing | No
     patch.setattr(Speculation, "asks", lambda self: True)
     core, counts = llm.engine.core, Counter[str]()
     if drafter is not None:
-        patch.setattr(core, "speculator", Speculator(drafter, 5, core.scheduler))
+        patch.setattr(core, "hooks", [Speculator(drafter, 5, core.scheduler)])
     complete = core.scheduler.complete
 
     def counting(plan: StepPlan, *results: Any) -> list[tuple[Sequence, list[int]]]:

@@ -153,6 +153,8 @@ def test_a_search_takes_the_seats_of_all_its_beams(models: Made) -> None:
         most = max(most, len(core.scheduler.running))
         assert len(core.scheduler.running) <= core.scheduler.sequences.seats <= 6
     assert most == 5, "a search and the plain request; the other search waits"
+    admitted = [name for decision in core.scheduler.decisions for name in decision.admitted]
+    assert admitted == ["plain", "a", "b"], "beams that fork are not admitted"
     assert is_clean(core)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from headway import LLM, SamplingParams
 from headway.bundled import DRAFT, STORY
 from headway.engine.draft_model import DraftModel
+from headway.engine.drafter import Speculator
 from headway.engine.layout import StepLayout
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.kernels.interface import StepGeometry
@@ -181,12 +182,12 @@ def test_tokens_and_logprobs_are_those_without_drafts(
 ) -> None:
     llm = pair(tmp_path, draft, **options)
     core = llm.engine.core
-    speculator = core.speculator
-    assert speculator is not None
+    (speculator,) = core.hooks
+    assert isinstance(speculator, Speculator)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    core.speculator = None
+    core.hooks = []
     plain = llm.generate(prompts, WANTED)
-    core.speculator = speculator
+    core.hooks = [speculator]
     counts = try_all_drafts(monkeypatch, llm)
     draft_always(monkeypatch)
     drafted = llm.generate(prompts, WANTED)
@@ -246,8 +247,8 @@ def test_a_draft_that_fails_ends_no_request(
     plain, drafted = stories
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (expected,) = plain.generate(SAID, params)
-    speculator = drafted.engine.core.speculator
-    assert speculator is not None
+    (speculator,) = drafted.engine.core.hooks
+    assert isinstance(speculator, Speculator)
     model = speculator.model
     assert model is not None
     try_all_drafts(monkeypatch, drafted)

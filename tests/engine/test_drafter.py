@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
 from headway.bundled import STORY
-from headway.engine.drafter import INDEXED_AT_ONCE, NgramDrafter, Repeats
+from headway.engine.drafter import INDEXED_AT_ONCE, NgramDrafter, Repeats, Speculator
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.policy.step.request import Resumed, Sequence
 from headway.policy.step.speculative_config import SpeculativeConfig
@@ -133,10 +133,10 @@ def test_an_engine_drafts_where_it_pays(tmp_path: Path) -> None:
     for _ in range(3):
         (output,) = speculative.generate(prompts, params)
         assert output.outputs[0].token_ids == expected
-    assert plain.engine.core.speculator is None
+    assert not plain.engine.core.hooks
     assert sum(output.timings_ns.values()) > 0
-    speculator = speculative.engine.core.speculator
-    assert speculator is not None and not speculator._policy._rates._own
+    (speculator,) = speculative.engine.core.hooks
+    assert isinstance(speculator, Speculator) and not speculator._policy._rates._own
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,14 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 7, "top_p": 0.9, "n": 2},
     {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 1.3, "seed": 3, "min_tokens": 12, "stop_token_ids": list(range(0, 512, 5))},
+    {
+        "temperature": 1.3,
+        "seed": 3,
+        "min_p": 0.01,
+        "top_k": 300,
+        "min_tokens": 12,
+        "stop_token_ids": list(range(0, 512, 5)),
+    },
     {"temperature": 0.0, "repetition_penalty": 1.2},
     {"temperature": 0.7, "seed": 5, "logit_bias": {9: 5.0}, "stop_token_ids": list(range(0, 512, 29))},
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,18 @@ from headway import LLM, SamplingParams
 from headway.engine import build
 from headway.engine.config import EngineConfig
 from headway.engine.graphs import DecodeBuffers, graph_sizes
+from headway.engine.launched import Drawn
 from headway.engine.layout import BlockTables, StepLayout
 from headway.engine.memory import zero_caches
+from headway.engine.messages import AddRequest
+from headway.engine.prepare import EngineError
 from headway.engine.runner import Runner
 from headway.kernels.cuda.experts import Seen
 from headway.kernels.cuda.graphs import Graphs
 from headway.kernels.cuda.kernels import CudaKernels
 from headway.kernels.interface import LayerCache, RoutingCounts
 from headway.models.loading import load_model
-from headway.policy.step.plan import SequenceState, TableChange
+from headway.policy.step.plan import UNKNOWN, ScheduledSequence, SequenceState, TableChange
 from tests.engine.models import TINY_GPT_OSS, TINY_LLAMA, TINY_MIXTURE, write_config
 from tests.engine.test_layout import BLOCK, CPU, MOST_SEQUENCES, MOST_TOKENS, part, sequence
 
@@ -85,6 +89,32 @@ def test_steps_of_sequences_that_live(seed: int, shares: tuple[int, ...]) -> Non
 def _in_groups(each: SequenceState, count: int) -> SequenceState:
     each.further_tables = [[block + group for block in each.block_table] for group in range(1, count)]
     return each
+
+
+def test_a_step_is_laid_out_while_the_numbers_of_the_one_before_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device copies them late here: when the next step is laid out already, with tokens that it then has drawn."""
+    draw, late = random.Random(0), list[tuple[Tensor, Tensor]]()
+    live, tables = [sequence(draw, length) for length in (5, 9, 14)], BlockTables(MOST_SEQUENCES, MAX_BLOCKS)
+    buffers = DecodeBuffers(CPU, [3], True, tables, BLOCK, MOST_TOKENS)
+    copy = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda to, source, non_blocking: late.append((to, source)))
+    scheduled = [part(each, 1, 1) for each in live]
+    buffers.lay_out(scheduled, live)
+    first, late = late, []
+    ahead = [ScheduledSequence(item.seq_id, item.start + 1, [UNKNOWN], True, 1) for item in scheduled]
+    step = buffers.lay_out(ahead, live)
+    assert step is not None
+    for to, source in first:
+        copy(to, source)
+    assert step.token_ids.tolist() == [each.tokens[-1] for each in live]
+    assert step.geometry.positions.tolist() == [len(each.tokens) - 1 for each in live]
+    assert step.geometry.block_tables[0, 0] == live[0].block_table[0]
+    for to, source in late:
+        copy(to, source)
+    monkeypatch.undo()
+    Drawn(torch.tensor([7, -1, 8, 9]), [live[2].seq_id, live[1].seq_id, 99, live[0].seq_id]).fill(step.token_ids, ahead)
+    assert step.token_ids.tolist() == [9, 0, 7], "each its own; any token where there is none"
+    assert step.geometry.positions.tolist() == [len(each.tokens) for each in live]
 
 
 def test_other_steps_are_not_laid_out() -> None:
@@ -176,7 +206,7 @@ def test_a_device_that_refuses_graphs_ends_the_start_in_one_line(
 
     monkeypatch.setattr(Runner, "capture", refuse)
     settings = EngineConfig(model=write_config(tmp_path), load_format="dummy", device="cpu", kv_cache_memory=1 << 20)
-    with pytest.raises(build.EngineError, match=r"graphs: operation not permitted; start with --enforce-eager$"):
+    with pytest.raises(EngineError, match=r"graphs: operation not permitted; start with --enforce-eager$"):
         build.build_engine(replace(settings, max_model_len=64, num_threads=1))
 
 
@@ -194,3 +224,30 @@ def test_on_a_gpu_graphs_give_the_tokens_of_eager_steps(tmp_path: Path, config: 
         llm = LLM(folder, skip_tokenizer_init=True, **sizes, **settings)
         answers.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+def test_kernels_of_graphs_are_timed_on_the_clock_of_the_host(tmp_path: Path) -> None:
+    sizes = {"max_num_seqs": 2, "kv_cache_memory": 4 << 20}
+    config = EngineConfig(
+        str(write_config(tmp_path, **TINY_LLAMA)), load_format="dummy", dtype="float32", device="cuda", **sizes
+    )
+    core = build.build_engine(config).core
+    core.add(AddRequest("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []))
+    for _ in range(10):
+        core.step()
+    assert core.executor.timed(None) == []
+    core.executor.timed(True)
+    began_ns = time.monotonic_ns()
+    for _ in range(5):
+        core.step()
+    ended_ns = time.monotonic_ns()
+    core.step()
+    kernels = core.executor.timed(None)
+    assert core.executor.timed(False) == []
+    layers = TINY_LLAMA["num_hidden_layers"]
+    assert sum(name == "attend _attention_kernel" for name, *_ in kernels) == 6 * layers
+    assert sum(name.startswith("product") for name, *_ in kernels) >= 6 * 4 * layers
+    within = [name for name, began, ended in kernels if began_ns < began < ended < ended_ns]
+    assert abs(len(within) - len(kernels) * 5 / 6) <= len(kernels) / 20
+    core.step()

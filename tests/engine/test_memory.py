@@ -82,7 +82,7 @@ def test_a_pool_that_was_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     assert pool(GIB, monkeypatch, max_num_seqs=1024, kv_cache_memory=3 * GIB) == 3 * GIB
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("seconds", "growth"),
     [(1, 1.1), pytest.param(180, 1.3, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from headway import LLM
-from headway.engine.build import EngineError
 from headway.engine.messages import AddRequest
-from headway.engine.offload import FolderStore, packed, unpacked
+from headway.engine.offload import FolderStore, Offload, StoreError, packed, unpacked
 from headway.policy.cache.offload import LoadTime, page_names, root_name
 from headway.policy.cache.swap import SwapSpace
 from headway.policy.step.sampling_params import SamplingParams
@@ -26,6 +25,12 @@ from tests.engine.models import write_config
 
 PROMPTS = [[(7 * i + 31 * j) % 500 + 5 for j in range(150 + 7 * i)] for i in range(4)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def offload_of(llm: LLM) -> Offload:
+    (offload,) = llm.engine.core.hooks
+    assert isinstance(offload, Offload)
+    return offload
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,8 @@ def engine(folder: str, target: object, **settings: object) -> LLM:
         kv_offload=where,
         **options,
     )
-    if (offload := llm.engine.core.offload) is not None:
+    for offload in llm.engine.core.hooks:
+        assert isinstance(offload, Offload)
         offload.policy.load_time = LoadTime(1e-6, 1e-6)
         host = llm.engine.core.scheduler.host
         host.space = SwapSpace(host.space.num_blocks)
@@ -100,7 +106,7 @@ def test_what_was_evicted_is_found_again_also_after_a_restart(
     after = engine(folder, tmp_path)
     assert ask(after, 0) == (answers[0], 144)
     salted = AddRequest("salted", list(PROMPTS[0]), GREEDY, [], cache_salt="other")
-    assert after.engine.core.offload.begin(salted) is None
+    assert offload_of(after).awaited(salted) is None
     other = engine(folder, tmp_path, seed=1)  # other weights
     assert ask(other, 0)[1] == 0
 
@@ -156,7 +162,7 @@ def test_a_store_that_hangs_delays_nobody_for_long(
     asked_twice(llm, answers)
     monkeypatch.setattr("headway.policy.cache.offload.LEAST_WAIT_NS", 1e7)
     llm.engine.core.scheduler.accounting.step_time.prefill_ns = lambda tokens, start: 1e5  # type: ignore[method-assign]
-    llm.engine.core.offload.policy.load_time = LoadTime(1e-6, 1e-6)
+    offload_of(llm).policy.load_time = LoadTime(1e-6, 1e-6)
     read = FolderStore.read
 
     def slow(store: FolderStore, name: bytes) -> bytes | None:
@@ -176,7 +182,7 @@ def test_a_store_that_hangs_delays_nobody_for_long(
 def test_what_computing_does_in_less_time_is_not_loaded(folder: str, answers: list[list[int]], tmp_path: Path) -> None:
     llm = engine(folder, tmp_path)
     asked_twice(llm, answers)
-    llm.engine.core.offload.policy.load_time = LoadTime(1e12, 0.0)
+    offload_of(llm).policy.load_time = LoadTime(1e12, 0.0)
     assert ask(llm, 0) == (answers[0], 0)
     assert llm.engine.core.scheduler.host.counts["recompute_loadable"] == 1
 
@@ -242,7 +248,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     folder: str, target: str, settings: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(StoreError, match=said):
         engine(folder, target, **settings)
 
 
@@ -281,7 +287,7 @@ def test_redis_keeps_pages_too(folder: str, answers: list[list[int]], redis_url:
     settle(after)
     assert ask(after, 1) == (answers[1], 0)
     client.config_set("maxmemory-policy", "noeviction")
-    with pytest.raises(EngineError, match="this Redis would keep all pages for ever"):
+    with pytest.raises(StoreError, match="this Redis would keep all pages for ever"):
         engine(folder, redis_url)
     client.shutdown(nosave=True)
     assert ask(after, 2) == (answers[2], 0)

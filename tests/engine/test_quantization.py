@@ -12,8 +12,9 @@ import torch
 from headway import LLM, SamplingParams
 from headway.bundled import STORY
 from headway.cost.values import ModelError
-from headway.engine.build import EngineError, build_engine
+from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
+from headway.engine.prepare import EngineError
 from headway.flags import flags_of
 from headway.kernels.weights import QUANTIZATIONS
 from headway.models.quantization import FORMATS

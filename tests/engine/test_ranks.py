@@ -23,7 +23,7 @@ from headway.engine.ranks import RankedExecutor
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.grammar_models import save_grammar_model
-from tests.engine.models import TINY_GEMMA, TINY_MIXTURE
+from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_LATENT, TINY_MIXTURE, TINY_OLMO
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,6 +36,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixture": TINY_MIXTURE,
     "gemma": TINY_GEMMA,
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "latent": TINY_LATENT,
+    "gemma4": TINY_GEMMA4,
+    "olmo": TINY_OLMO,
+    "delta": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 
 
@@ -46,6 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     )
 
 
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "num_threads": 2}
 Build = Callable[..., LLM]
 
 
@@ -84,13 +96,23 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family"),
-    [(2, "llama"), (2, "mixture"), *(pytest.param(4, family, marks=pytest.mark.slow) for family in FAMILIES)],
+    ("ranks", "family", "settings"),
+    [
+        (2, "llama", {}),
+        (2, "mixture", {}),
+        (2, "mixture", {"enable_expert_parallel": True}),
+        (2, "delta", {}),
+        (1, "gemma", STAGES),
+        pytest.param(2, "llama", STAGES | {"num_threads": 4}, marks=pytest.mark.slow),
+        *(pytest.param(4, family, {}, marks=pytest.mark.slow) for family in FAMILIES if family != "delta"),
+    ],
 )
-def test_tokens_and_log_probabilities_are_those_of_one_rank(build: Build, ranks: int, family: str) -> None:
+def test_tokens_and_log_probabilities_are_those_of_one_rank(
+    build: Build, ranks: int, family: str, settings: dict[str, Any]
+) -> None:
     """In chunks, since a step has 64 tokens. Two ranks of four have the same key/value head."""
     wanted = {"logprobs": 3, "prompt_logprobs": 2}
-    expected, found = ask(build(1, family), **wanted), ask(build(ranks, family), **wanted)
+    expected, found = ask(build(1, family), **wanted), ask(build(ranks, family, **settings), **wanted)
     assert tokens_of(found) == tokens_of(expected)
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=TOLERANCE)
     assert len({tuple(tokens) for tokens in tokens_of(expected)}) > 8, "it says the same to everything"
@@ -143,9 +165,10 @@ def test_vectors_are_those_of_one_rank(build: Build) -> None:
 # --- faults -----------------------------------------------------------------------------------------
 
 
-def test_a_request_that_fails_in_rank_0_ends_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the others are in the middle of its step then."""
-    llm = build(2)
+@pytest.mark.parametrize("family", ["llama", "delta"])
+def test_a_request_that_fails_in_rank_0_ends_alone(build: Build, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the others are in the middle of its step then, and have states that rank 0 does not have."""
+    llm = build(2, family)
     expected = tokens_of(ask(llm))
     forward = llm.engine.runner._forward
 
@@ -185,6 +208,8 @@ def test_a_rank_that_raises_holds_up_nobody(build: Build, monkeypatch: pytest.Mo
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, and this process may use"),
         ({"tensor_parallel_size": 99}, "tensor_parallel_size is 99, and this process may use"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is set, but no layer is shared"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0, and this process may use"),
         ({"tensor_parallel_size": 2, "num_threads": 1}, "num_threads is 1, which cannot be divided among 2 ranks"),
     ],
 )
@@ -215,7 +240,7 @@ def test_a_rank_that_dies_while_it_loads_is_one_line(
 @contextlib.asynccontextmanager
 async def running(folder: Path, **changes: Any) -> AsyncIterator[EngineClient]:
     settings = {"dtype": "float32", "load_format": "dummy", "num_threads": 2, "kv_cache_memory": 8 << 20}
-    client = EngineClient(EngineConfig(str(folder), tensor_parallel_size=2, **(settings | changes)))
+    client = EngineClient(EngineConfig(str(folder), **({"tensor_parallel_size": 2} | settings | changes)))
     await client.start()
     try:
         await client.wait_ready()
@@ -235,6 +260,23 @@ async def tokens_from(client: EngineClient, name: str, prompt: list[int], max_to
     outputs: list[SequenceOutput] = [output async for output in client.generate(request)]
     assert outputs[-1].finish_reason == "length", outputs[-1].error
     return [token for output in outputs for token in output.token_ids]
+
+
+async def test_a_stage_that_is_stopped_is_named(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing to do with meetings: rank 0 waits for what it hands on."""
+    monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "rank_timeout": 1.0}
+    async with running(folders("llama"), **stages) as client:
+        expected = await tokens_from(client, "alone", PROMPTS[0])
+        (follower,) = followers(client)
+        answer = asyncio.create_task(tokens_from(client, "again", PROMPTS[0]))
+        await until(lambda: client.stats is not None and client.stats.num_running == 1)
+        os.kill(follower.pid, signal.SIGSTOP)
+        await until(lambda: client.restarts == 1)
+        assert f"rank 1 (pid {follower.pid}) is stopped and did not end its part" in client.last_error
+        assert await answer == expected
 
 
 async def until(check: Callable[[], object], seconds: float = 60) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from headway import LLM, SamplingParams
-from headway.engine.build import EngineError
+from headway.engine.prepare import EngineError
+from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.models import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+LONG = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True, logprobs=1)
 SYSTEM = [(11 * i) % 120 + 3 for i in range(37)]
 PROMPTS = [[(7 * i + 3 * j) % 120 + 5 for j in range(9 + 5 * i)] for i in range(16)]
 PROMPTS += [SYSTEM + prompt[:15] for prompt in PROMPTS[:8]]
@@ -79,9 +81,8 @@ def test_in_a_batch_and_again_from_checkpoints(model: tuple[str, str], alone: li
 
 def test_the_next_turn_computes_less_than_the_spacing_of_the_last_answer_again(model: tuple[str, str]) -> None:
     """Together, so that sequences that decode keep their states in different steps and with others' prompts."""
-    long = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True, logprobs=1)
     llm, plain = build(model), build(model, enable_prefix_caching=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], long)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], LONG)
     turns = [[*prompt, *each.outputs[0].token_ids, 9, 8, 7] for prompt, each in zip(PROMPTS, outputs, strict=True)]
     again = llm.generate([{"prompt_token_ids": turn} for turn in turns], GREEDY)
     assert [each.num_cached_tokens for each in again] == [(len(turn) - 4) // 32 * 32 for turn in turns]
@@ -155,10 +156,35 @@ def test_states_take_their_part_of_the_memory(model: tuple[str, str]) -> None:
     assert held == of_blocks + (seats + checkpoints.num_slots) * runner.model.config.shape.state_bytes
 
 
-def test_too_little_memory_swapping_and_drafts_are_refused(model: tuple[str, str]) -> None:
+def test_drafts_that_are_refused_leave_no_trace_in_states(
+    model: tuple[str, str], alone: list[Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch, where a step fails and sequences are preempted; and states are kept behind answers as ever."""
+    llm = build(model, speculative_config={"method": "ngram"})
+    plain = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], LONG)
+    blocks, sample, steps = llm.engine.core.scheduler.blocks, llm.engine.runner.sampler.sample, iter(range(1_000_000))
+    texts = [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(PROMPTS, plain, strict=True)]
+    counts = try_all_drafts(monkeypatch, llm, Foreseeing(texts))
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], LONG)
+    assert [of_choices(each) for each in outputs] == [of_choices(each) for each in plain]
+    assert counts["tried"] > counts["accepted"] > 300
+    turns = [[*text, 9, 8, 7] for text in texts]
+    again = llm.generate([{"prompt_token_ids": turn} for turn in turns], SamplingParams(max_tokens=1))
+    assert [each.num_cached_tokens for each in again] == [(len(turn) - 4) // 32 * 32 for turn in turns]
+
+    def fail_now_and_then(*arguments: Any) -> Any:
+        if next(steps) in (3, 10, 11):
+            raise RuntimeError("as it happens")
+        return sample(*arguments)
+
+    monkeypatch.setattr(llm.engine.runner.sampler, "sample", fail_now_and_then)
+    held = blocks.allocate(blocks.num_blocks - 30)  # as if the pool were so small
+    assert said(llm, PROMPTS, held=held) == alone
+    assert llm.engine.core.scheduler.sequences.num_preemptions > 0
+
+
+def test_too_little_memory_and_swapping_are_refused(model: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=r"the state of one sequence takes .* raise --kv-cache-memory"):
         build(model, kv_cache_memory=1 << 10)
     with pytest.raises(EngineError, match=r"swap_space is 1 GiB, but states of recurrent layers are not swapped"):
         build(model, swap_space=1.0)
-    with pytest.raises(EngineError, match=r"speculative_config: this model has recurrent layers, whose states cannot"):
-        build(model, speculative_config={"method": "ngram"})

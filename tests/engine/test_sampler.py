@@ -176,6 +176,8 @@ def test_a_nucleus_wider_than_the_candidates_looked_at(top_p: float, scale: floa
         {"top_p": 0.85},
         {"min_p": 0.05},
         {"top_k": 25, "top_p": 0.9, "min_p": 0.02},
+        {"logit_bias": {3: 2.0, 7: -4.0}, "temperature": 0.8},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.1, "presence_penalty": 0.5, "min_p": 0.02},
     ],
     ids=str,
 )
@@ -185,12 +187,12 @@ def test_draws_follow_the_distribution(params: dict[str, object]) -> None:
     row = logits_of(1, vocab_size, seed=5, scale=1.5)
     sequences = [make_sequence(seed=seed, **params) for seed in range(rows)]
     sampler = Sampler(vocab_size, CPU)
-    counts = np.zeros(vocab_size)
-    for _ in range(steps):
+    counts, expected = np.zeros(vocab_size), np.zeros(vocab_size)
+    for step in range(steps):
+        expected += distribution(row[0].numpy(), sequences[0]) * rows
         for sequence, token in zip(sequences, sampler.sample(row.expand(rows, -1), sequences).token_ids, strict=True):
-            sequence.tokens.append(token)
+            sequence.tokens.append(step % 7)  # the same history for all
             counts[token] += 1
-    expected = distribution(row[0].numpy(), make_sequence(**params)) * rows * steps
     assert counts[expected == 0].sum() == 0
     binned = expected >= 5
     freedom = binned.sum() - 1

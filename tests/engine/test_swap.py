@@ -7,9 +7,9 @@ import torch
 
 from headway import LLM
 from headway.cost.layers import CacheSpec
-from headway.engine.build import EngineError
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.engine.messages import AddRequest
+from headway.engine.prepare import EngineError
 from headway.engine.swap import STAGED_BYTES, HostBlocks
 from headway.policy.cache.swap import BlockSwap, SwapSpace
 from headway.policy.step.request import Resumed

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headway.config_files.tenants import key_digest, parse_tenant_file
-from tests.gateway.live_gateway import LiveGateway, events_of, file_text
+from tests.gateway.live_gateway import LiveGateway, events_of, file_text, raw_backend
 from tests.server.conftest import model_folder, tokenizer  # noqa: F401
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
@@ -167,7 +167,6 @@ def test_a_stream_that_does_not_break_is_as_it_is_without_it(servers: list[LiveS
         {"stop": ["xyz"]},
         {"presence_penalty": 0.5},
         {"logprobs": True},
-        {"include_timings": True},
         {"min_tokens": 3},
     ],
     ids=str,
@@ -188,6 +187,40 @@ def test_without_the_key_or_another_backend_it_ends_with_the_error(servers: list
                 other.entry = replace(other.entry, drain=True)
             events = events_of(running.client.post(PATHS[0], json=body_of(PATHS[0])))
             assert json.loads(events[-1])["error"]["code"] == "backend_failed"
+
+
+def test_usage_in_every_chunk_and_the_ledger_are_those_of_the_whole_stream(servers: list[LiveServer]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = body_of(PATHS[0], stream_options=options, include_timings=True)
+    whole = chunks_of(servers[1].client.post(PATHS[0], json=body))
+    with gateway(servers, 15) as running:
+        chunks = chunks_of(running.client.post(PATHS[0], json=body))
+        assert running.outcomes()["b"] == {"ok": 1} and text_of(chunks) == TEXT
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == whole[-1]["usage"]["completion_tokens"]
+    (timings,) = (chunk["timings"] for chunk in chunks if chunk.get("timings"))
+    (alone,) = (chunk["timings"] for chunk in whole if chunk.get("timings"))
+    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"] and timings["phases_ns"]["engine_lost"] > 0
+    assert 0 < timings["ttft_ns"] < timings["phases_ns"]["engine_lost"] + timings["phases_ns"]["route"] + 10**9
+    assert timings["tokens"] == alone["tokens"]
+
+
+def test_a_stream_that_its_server_ends_to_shut_down_is_gone_on_with(servers: list[LiveServer]) -> None:
+    body = body_of(PATHS[0])
+    direct = servers[1].client.post(PATHS[0], json=body | {"return_token_ids": True})
+    said = [f"data: {each}\n\n".encode() for each in events_of(direct)[:4]]
+    said.append(b'data: {"error":{"message":"it shuts down","type":"server_error","code":"shutting_down"}}\n\n')
+
+    async def handler(head: bytes, _: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + b"".join(said))
+        writer.close()
+
+    with raw_backend(handler) as url:
+        text = file_text({"a": url, "b": servers[1].url}, 'routing = "round-robin"\ncontinue_streams = true\n')
+        text = text.replace('"\nurl', '"\nkind = "headway"\nmodels = ["tiny"]\nurl')
+        with LiveGateway(text) as running:
+            assert text_of(chunks_of(running.client.post(PATHS[0], json=body))) == TEXT
+            assert running.outcomes()["b"] == {"ok": 1}
 
 
 def test_it_is_charged_once_and_for_all_that_came(servers: list[LiveServer]) -> None:

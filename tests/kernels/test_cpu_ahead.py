@@ -160,6 +160,7 @@ def test_what_nobody_compiles_is_compiled_while_others_are_at_what_is_needed(
         assert made == ["d", "b"]
 
 
+@pytest.mark.slow
 def test_a_helper_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, env=environment(tmp_path))
     status, until = Path(f"/proc/{int(ran.stdout)}/status"), time.monotonic() + 60

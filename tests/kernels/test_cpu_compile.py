@@ -72,6 +72,7 @@ def told(folder: Path, *lines: str) -> list[list[str]]:
     return said
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_each_function_once(tmp_path: Path) -> None:
     """Each begins with what the other ends with. A process after them loads all, and does not import Numba."""
     said = told(tmp_path, "1 2", "2 1")

@@ -82,7 +82,7 @@ def test_arm(tmp_path: Path) -> None:
     ("scheme", "printed"),
     [
         ("none", "23"),
-        ("attention", "29"),
+        pytest.param("attention", "29", marks=pytest.mark.slow),
         pytest.param("int8", "100", marks=pytest.mark.slow),
         pytest.param("int4", "99", marks=pytest.mark.slow),
         pytest.param("int8-weight-only", "99", marks=pytest.mark.slow),

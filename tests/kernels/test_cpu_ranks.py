@@ -61,6 +61,38 @@ def test_sums_are_alike_in_all_ranks_and_exact(dtype: torch.dtype, count: int, t
     assert torch.equal(first[-1], first[-2]) and torch.equal(first[-1], first[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_joined_with_the_residual_stream_and_normed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all ranks or by each some rows, with the same bits; of more rows than a place holds, too."""
+    count, draw = 3, torch.Generator().manual_seed(3)
+    monkeypatch.setattr("headway.kernels.cpu.ranks._DIVIDED", 8 * HIDDEN)
+    rows = torch.randn(70, HIDDEN, generator=draw).to(dtype)
+    residual, norm = torch.randn(70, HIDDEN, generator=draw).to(dtype), torch.rand(HIDDEN, generator=draw).to(dtype)
+
+    def run(kernels: CpuKernels, ranks: CpuRanks) -> list[Tensor]:
+        layer = ranks.part_of_layer(lambda x: x * (ranks.number + 1), 0)
+        join = ranks.joined(kernels.add_rms_norm)
+        results = []
+        for size, most in ((70, 70), (7, 70), (1, 70), (70, 64)):
+            ranks.rows_at_once = most
+            normed, _ = join(layer(rows[:size]), residual[:size].clone(), norm, 1e-5)
+            results.append(normed.clone())
+            ranks.meet()
+        return results
+
+    first, *others = in_ranks(count, HIDDEN, VOCAB, run)
+    for each in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, each, strict=True))
+    assert torch.equal(first[1], first[0][:7]) and torch.equal(first[2], first[0][:1])
+    total = 6 * rows.float() + residual.float()
+    expected = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.float()
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    for each in (first[0], first[3]):
+        torch.testing.assert_close(each.float(), expected, rtol=tolerance, atol=tolerance)
+
+
 def test_an_embedding_and_a_head_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are unequal: 131 tokens in 3 ranks. Only rank 0 gets logits."""
     monkeypatch.setattr("headway.kernels.cpu.ranks._LOGITS_BYTES", 4096)  # of seven rows
@@ -114,7 +146,7 @@ def test_messages_of_any_size_reach_all_and_wake_who_sleeps(boards: list[RankBoa
     for listener in listeners:
         listener.join()
     assert received == {1: messages, 2: messages}
-    assert not boards[0].owes(1) and not boards[0].is_stopped
+    assert not boards[0].is_awaited(1) and not boards[0].is_stopped
 
 
 def test_who_waits_for_a_message_takes_no_processor_time(boards: list[RankBoard]) -> None:

@@ -182,8 +182,10 @@ def _turned(values: Tensor, by: int) -> Tensor:
     "form",
     [
         "plain",
-        "float4-weight-only",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("int4-weight-only", "float8-weight-only")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("float4-weight-only", "int4-weight-only", "float8-weight-only")
+        ),
     ],
 )
 def test_experts_in_any_format(kernels: CudaKernels, form: str, dtype: torch.dtype) -> None:

@@ -113,7 +113,7 @@ def run(command: str, server: Served | None, shorten: bool = True) -> str:
         return _serve(words[2:])
     if words[1] == "chat" and server is not None:
         words.append(server.url)
-    is_load = words[1] in ("bench", "simulate") and words[2:3] != ["profile"]
+    is_load = words[1] in ("bench", "simulate") and words[2:3] not in (["profile"], ["quality"])
     if is_load and words[1] == "bench" and server is not None and server.url not in words and "--compare" not in words:
         words += ["--base-url", server.url]
     return _main(_shortened(words, is_load) if shorten else words)

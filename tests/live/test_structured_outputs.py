@@ -88,6 +88,7 @@ def test_the_other_kinds_in_both_routes(client: openai.OpenAI) -> None:
             assert found is not None and (reason == "length" or re.fullmatch(form, found, re.DOTALL)), found
 
 
+@pytest.mark.slow
 def test_answers_go_on_when_the_engine_dies(serve: Callable[..., Served]) -> None:
     server = serve("--max-num-seqs", "8").until_ready()
     schema = {"type": "array", "items": Animal.model_json_schema(), "minItems": 12, "maxItems": 12}

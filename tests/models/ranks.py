@@ -13,6 +13,7 @@ import torch
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
+from headway.kernels.ranks import Share
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model
@@ -20,11 +21,18 @@ from headway.models.loading import load_model
 T = TypeVar("T")
 
 
-def in_ranks(count: int, hidden: int, vocab: int, run: Callable[[CpuKernels, CpuRanks], T]) -> list[T]:
-    """What each rank returns. One that raises ends the waiting of the others."""
-    memory = os.memfd_create("ranks-of-a-test")
-    os.ftruncate(memory, board_bytes(count, hidden, vocab))
-    boards = [RankBoard(memory, number, count, []) for number in range(count)]
+def in_ranks(
+    count: int,
+    hidden: int,
+    vocab: int,
+    run: Callable[[CpuKernels, CpuRanks], T],
+    whole_experts: bool = False,
+    stages: int = 1,
+) -> list[T]:
+    """What each rank returns, those of the last stage first. One that raises ends the waiting of the others."""
+    memory, ranks = os.memfd_create("ranks-of-a-test"), count * stages
+    os.ftruncate(memory, board_bytes(ranks, hidden, vocab))
+    boards = [RankBoard(memory, number, ranks, []) for number in range(ranks)]
     os.close(memory)
     threads = torch.get_num_threads()
 
@@ -32,17 +40,20 @@ def in_ranks(count: int, hidden: int, vocab: int, run: Callable[[CpuKernels, Cpu
         torch.set_num_threads(threads)  # which each thread has of its own
         kernels = CpuKernels()
         try:
-            return run(kernels, kernels.ranks(board, hidden, vocab))
+            share = Share.of(board.number, count, whole_experts, stages)
+            return run(kernels, kernels.ranks(board, share, hidden, vocab))
         except BaseException:
             board.stop()
             raise
 
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(ranks) as pool:
         return [each.result() for each in [pool.submit(one, board) for board in boards]]
 
 
-def of_parts(folder: Path, count: int, run: Callable[[Decoder], T], **options: Any) -> list[T]:
-    """What `run` makes of each rank's part of a model. `options` are for load_model()."""
+def of_parts(
+    folder: Path, count: int, run: Callable[[Decoder], T], whole_experts: bool = False, stages: int = 1, **options: Any
+) -> list[T]:
+    """What `run` makes of each rank's part of a model, `count` ranks a stage. `options` are for load_model()."""
     shape = ModelConfig.from_folder(folder).shape
     settings: dict[str, Any] = {"dtype": torch.float32} | options
 
@@ -52,4 +63,4 @@ def of_parts(folder: Path, count: int, run: Callable[[Decoder], T], **options: A
         decoder.weights.lm_head = lambda x: head(x).clone()  # type: ignore[assignment]  # they are good for one step
         return run(decoder)
 
-    return in_ranks(count, shape.hidden, shape.vocab, load)
+    return in_ranks(count, shape.hidden, shape.vocab, load, whole_experts, stages)

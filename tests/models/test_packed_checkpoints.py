@@ -244,9 +244,9 @@ def test_another_scheme_or_kernels_without_it_are_refused(tmp_path: Path) -> Non
     assert math.isfinite(whole(load(tmp_path), PROMPTS)[0].sum())
 
 
-def save_mxfp4(folder: Path) -> PreTrainedModel:
+def save_mxfp4(folder: Path, width: int = 32) -> PreTrainedModel:
     """A tiny gpt-oss whose experts are random MXFP4, and Hugging Face's model of the same numbers."""
-    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": width}
     tiny.save("gpt_oss", folder, sizes)
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / SINGLE_FILE)
     generator, plain = torch.Generator().manual_seed(1), {}

@@ -48,9 +48,11 @@ def check(path: Path, model: PreTrainedModel, packed_parts: bool = True, quantiz
     "name",
     [
         "awq",
-        "gptq_ordered",
         "fp8_but",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq_8_bits", "nvfp4", "nf4_nested")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gptq_ordered", "gptq_8_bits", "nvfp4", "nf4_nested")
+        ),
     ],
 )
 def test_layers_in_groups(name: str, tmp_path: Path) -> None:
@@ -95,7 +97,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 def test_the_engine_answers_as_on_a_cpu(case: str, quantization: str, tmp_path: Path) -> None:
     """Prompts come in chunks, in company and token by token, to experts with their counts and layers with states."""
     tiny.save(case, tmp_path)
-    interpreted = mock.patch("headway.engine.build.kernels_for", return_value=CudaKernels())
+    interpreted = mock.patch("headway.engine.prepare.kernels_for", return_value=CudaKernels())
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
     for device, kernels in (("cpu", nullcontext()), (DEVICE, interpreted if DEVICE == "cpu" else nullcontext())):

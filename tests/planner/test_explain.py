@@ -31,6 +31,7 @@ LOADS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-3.1-70b", "H100-SXM", {"count": 1}),
     ("llama-3.1-70b", "H100-SXM", {"concurrency": 4, "engine": "sglang"}),
     ("llama-3.1-8b", "H100-SXM", {"speculation": Speculation(3, 1.0)}),
+    ("llama-3.1-8b", "H100-SXM", {"batch_size": 16, "output_len": "lognormal:mean=211,cv=0.8"}),
     ("llama-3.1-8b", "H100-SXM", {"output_tokens": 1, "concurrency": 2}),
     ("llama-3.1-8b", "H100-SXM", {"attention_sinks": 4, "max_model_len": 200_000, "prompt_tokens": 150_000}),
 ]

@@ -69,6 +69,7 @@ def test_ranked_by_gain_and_every_kind_is_there(clients: Levers) -> None:
     assert len([lever for lever in clients.ranked if lever.proposal.kind == "hardware"]) == 3
 
 
+@pytest.mark.slow
 def test_every_gain_has_a_bar_that_is_wider_on_other_hardware(clients: Levers) -> None:
     """Plans of one engine and architecture share half of their squared error."""
     arms = {}
@@ -206,6 +207,7 @@ def test_nothing_helps(headway: CommandLine) -> None:
     assert any(name == "int4 weights" and "not fit" in reason for name, reason in found.left_out)
 
 
+@pytest.mark.slow
 def test_more_requests_than_can_be_served_are_ranked_by_what_can() -> None:
     base = request(hardware="L4", request_rate=50.0, slo={"ttft": 200.0})
     found = find_levers(base)

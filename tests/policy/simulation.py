@@ -20,6 +20,7 @@ from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import PASSED, KVCacheGroup, kv_cache_groups
 from headway.policy.cache.sizing import pool_size
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
@@ -109,6 +110,7 @@ class FakeExecutor:
         self.groups = groups or (KVCacheGroup(None),)
         self.is_recurrent = is_recurrent
         self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
+        self.goes_back: dict[int, int] = {}  # by seq_id, before how many tokens its state can go back behind drafts
         self.kept: dict[int, list[int]] = {}  # by checkpoint slot, in place of a state the tokens that it has seen
         self.known: dict[int, SequenceState] = {}
         self.written: dict[tuple[int, int], Any] = {}  # (block, offset) -> group, tokens up to there
@@ -139,6 +141,7 @@ class FakeExecutor:
                     self.copy(self.host, host_block, self.written, block)
         for source, target in plan.copies:
             self.copy(self.written, source, self.written, target)
+        assert not self.is_recurrent or plan.work.drafts <= MOST_DRAFTS
         for item in plan.scheduled:
             self.write(item, self.known[item.seq_id])
             if self.is_recurrent:
@@ -185,6 +188,10 @@ class FakeExecutor:
 
     def advance(self, item: ScheduledSequence, state: SequenceState, plan: StepPlan) -> None:
         before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
+        if item.start >= self.goes_back.pop(item.seq_id, end):
+            before = before[: item.start]
+        if item.samples > 1:
+            self.goes_back[item.seq_id] = item.start + 1
         assert before == state.tokens[: item.start], "a recurrent layer would go on from another state"
         self.states[item.seq_id] = state.tokens[:end]
         behind = [kept.tokens for kept in item.keeps]
@@ -490,8 +497,3 @@ def check_ledger(sequence: Sequence) -> None:
     ledger = sequence.ledger
     assert all(isinstance(ns, int) and ns >= 0 for ns in ledger.phases_ns.values())
     assert sum(ledger.phases_ns.values()) == ledger.last_ns - ledger.began_ns
-
-
-def some_pooling(rng: random.Random, share: float = 0.25) -> PoolingParams | None:
-    """A vector of either kind for this share of requests; else None."""
-    return PoolingParams(rng.choice(["last", "mean"])) if rng.random() < share else None

@@ -16,7 +16,8 @@ from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.orders import AGEING_NS
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Status
-from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
+from tests.policy.pooled import some_pooling
+from tests.policy.simulation import Simulation, check_ledger, random_classes
 from tests.policy.test_drafts import Drafting
 from tests.policy.test_swap import preempt
 
@@ -101,7 +102,7 @@ def simulation(world: World, seed: int) -> Drafting:
         "sinks",
         "swap",
     }
-    recurrent = world.checkpoints is not None  # then the engine has neither swap space nor drafts
+    recurrent = world.checkpoints is not None  # then the engine has no swap space
     return Drafting(
         **{name: getattr(world, name) for name in common},
         max_num_batched_tokens=budget,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.policy.cache.checkpoints import Checkpoints
 from tests.policy.simulation import Simulation
+from tests.policy.test_drafts import Drafting
 
 SYSTEM = list(range(100, 121))
 
@@ -23,7 +24,8 @@ def test_states_are_those_of_the_tokens_before(seed: int, slots: int, blocks: in
     """The executor looks; with shared beginnings, choices, chunks, preemptions, failures and aborts."""
     rng = random.Random(seed)
     budget, chunked = (rng.choice([3, 8, 16]), True) if rng.random() < 0.7 else (64, False)
-    sim = simulation(
+    sim = Drafting(
+        most_drafts=rng.choice([0, 3, 9]),
         num_blocks=blocks,
         num_checkpoints=slots,
         caching=caching,
@@ -128,12 +130,13 @@ def test_a_checkpoint_is_gone_with_its_block() -> None:
     assert len(checkpoints) == 1 and cached(sim, SYSTEM) == 0
 
 
-def test_drafts_are_dropped() -> None:
+def test_drafts_end_where_a_state_is_to_be_kept() -> None:
+    """Behind every eighth token, of which the prompt and the first draft's newest token are 22."""
     sim = simulation()
-    sequence = sim.submit(SYSTEM, 6)
+    sequence = sim.submit(SYSTEM, 20)
     sim.step()
-    sim.scheduler.propose(sequence.seq_id, [1, 2])
-    assert [item.num_tokens for item in sim.step()] == [1]
+    sim.scheduler.propose(sequence.seq_id, [1] * 7)
+    assert [(item.start, item.num_tokens) for item in sim.step()] == [(21, 3)]
 
 
 def test_a_slot_that_is_read_is_not_given_up() -> None:

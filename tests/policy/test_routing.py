@@ -134,6 +134,8 @@ def test_slack_asks_only_whether_the_first_token_is_in_time() -> None:
     assert router.choose(request(prompt, ttft_ms=50.0), servers) == 0
     assert router.choose(request(prompt, ttft_ms=5000.0), servers) == 1
     assert router.choose(request(prompt), servers) == 1
+    unknown = backends((5, 0, "chat"), (0, 0, "chat"))
+    assert router.choose(request(ttft_ms=-1.0), unknown) == 1  # which is over already
 
 
 def test_a_session_stays_where_it_is_and_moves_on_when_that_is_gone() -> None:

@@ -23,7 +23,8 @@ from headway.policy.step.request import FinishReason, Status
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.step_budget import PREFILL_FIRST
-from tests.policy.simulation import Simulation, check_ledger, random_classes, some_pooling
+from tests.policy.pooled import some_pooling
+from tests.policy.simulation import Simulation, check_ledger, random_classes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,18 +12,23 @@ from collections.abc import Callable, Sequence
 from headway.engine.client import EngineDead
 from headway.engine.config import EngineConfig
 from headway.engine.messages import (
+    AdapterFound,
     AddRequest,
+    DropAdapter,
     EngineStats,
     Explain,
     ExplainedStep,
     Explanation,
     LiveSequence,
+    LoadAdapter,
     PromptLogprobs,
     Ready,
     SequenceOutput,
     SequenceTimings,
     TokenLogprobs,
 )
+from headway.engine.served_adapters import ServedAdapters
+from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.text.tokenizer import Tokenizer
 
@@ -58,6 +63,7 @@ class FakeEngine:
         self.passed_over = 0
         self.tokens_per_step = 1
         self.shares = {"queue_capacity": 0.2, "prefill_compute": 0.3}
+        self.handle: Handle | None = None  # of every prompt that is handed over
         self.loads = True
         self.fails_with: str | None = None
         self.state = "loading"
@@ -66,6 +72,7 @@ class FakeEngine:
         self.stalled_s = 0.0
         self.pid: int | None = None
         self.config = EngineConfig()
+        self.adapters = ServedAdapters([], self._take_of_adapters)
         self.stats: EngineStats | None = None
         self.ready: Ready | None = None
         self.max_model_len = 256
@@ -136,6 +143,14 @@ class FakeEngine:
         kernels = [("product", now - 30, now - 20), ("attend", now - 20, now)] if self.times_kernels else []
         kernels, allocators = kernels if asked.with_parts else [], self.allocators if asked.with_memory else {}
         return Explanation(steps, self.sequences[: asked.most_sequences], 7, kernels, allocators)
+
+    def _take_of_adapters(self, message: LoadAdapter | DropAdapter) -> None:
+        """Find an adapter in any folder that is not called none."""
+        if isinstance(message, LoadAdapter):
+            error = (
+                f"{message.name}: adapter {message.path}: there is no such folder" if message.path == "/none" else ""
+            )
+            self.adapters.take(AdapterFound(message.name, message.path, f"{hash(message.path):x}", 8, 1000, error))
 
     def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
         self.classes, self.weights = classes, weights
@@ -237,6 +252,7 @@ class _Saying:
             output.logprobs = [self._logprob(t, self.params.logprobs) for t in output.token_ids]
         if output.finish_reason is not None:
             output.timings = self._timings()
+            output.handle = self.engine.handle if self.request.hands_over else None
         return output
 
     def dropped(self) -> SequenceOutput:

@@ -32,6 +32,7 @@ PLANTED = {
     "slow-client": ({}, 1.1, (3, 200_000)),
     "throttled-cpu": ({"queue_capacity": 0.1}, 0.3, (0, 0)),
 }
+QUICK = ("none", "noisy-neighbour")
 
 
 def test_every_problem_is_told_apart() -> None:
@@ -74,7 +75,9 @@ def ask(server: LiveServer) -> None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.xdist_group("browser")
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANTED]
+)
 def test_the_page_shows_which_problem_it_is(
     name: str, chromium: Browser, server: LiveServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

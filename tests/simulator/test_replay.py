@@ -35,7 +35,8 @@ from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
 from headway.simulator.server import simulate
 from tests.engine.models import write_config
-from tests.policy.simulation import Simulation, make_request, random_classes, some_pooling
+from tests.policy.pooled import some_pooling
+from tests.policy.simulation import Simulation, make_request, random_classes
 from tests.policy.test_drafts import Drafting
 
 

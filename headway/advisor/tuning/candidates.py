@@ -47,9 +47,21 @@ class Prediction:
         arm = NORMAL_80 * math.hypot(spread, RELATIVE_ERROR * mean, ABSOLUTE_ERROR)
         return cls(change, math.exp(mean), math.exp(mean - arm), math.exp(mean + arm))
 
+    @classmethod
+    def unknown(cls, change: Change) -> Prediction:
+        """Nothing can be simulated, so all may be."""
+        return cls(change, 1.0, 0.0, math.inf)
+
+    @property
+    def is_known(self) -> bool:
+        return math.isfinite(self.high)
+
+    def __str__(self) -> str:
+        return f"{self.times:.2f} ({self.low:.2f} to {self.high:.2f})" if self.is_known else "not simulated"
+
 
 def candidates(now: SchedulingOptions, device: str) -> Iterator[Change]:
-    """All changes of one flag of the scheduler that can be made of these settings."""
+    """All changes of one flag of the scheduler that can be made of these settings; of each flag, the smallest first."""
     values: dict[str, list[Any]] = {
         "max_num_seqs": [max(1, min(MOST_SEQS, int(now.max_num_seqs * factor))) for factor in FACTORS],
         "max_num_batched_tokens": list(BUDGETS),
@@ -59,13 +71,21 @@ def candidates(now: SchedulingOptions, device: str) -> Iterator[Change]:
         "enable_chunked_prefill": [True],
     }
     for field, several in values.items():
-        for value in dict.fromkeys(several):
-            if value == _effective(now, field, device):
+        is_now = _effective(now, field, device)
+        for value in sorted(dict.fromkeys(several), key=lambda each: _far(each, is_now)):
+            if value == is_now:
                 continue
             change = change_of(SchedulingOptions, field, value)
             then = applied(now, [change])
             if then.batched_tokens(device) >= then.max_num_seqs:
                 yield change
+
+
+def _far(value: Any, now: Any) -> tuple[float, bool]:
+    """How many times a number is larger or smaller; of two as far, the larger comes first."""
+    if isinstance(value, str | bool):
+        return 0.0, False
+    return abs(math.log(value / now)), value < now
 
 
 def _effective(now: SchedulingOptions, field: str, device: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from headway.simulator.options import MaxConcurrency
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 DEFAULT_BUDGET = "20m"
+TUNABLE = ("max_num_seqs", "max_num_batched_tokens")  # what the command of another server may have
 
 
 def duration(text: str) -> float:
@@ -63,6 +65,15 @@ class TuneOptions:
             common=True,
         ),
     ] = Path("headway-tune")
+    start: Annotated[
+        str | None,
+        Flag(
+            "Tune another server with an OpenAI API: the command that starts it, with {port} and, where their values "
+            "belong, {max_num_seqs}, {max_num_batched_tokens}.",
+            panel="Tuning",
+            metavar="COMMAND",
+        ),
+    ] = None
     ready_timeout_s: Annotated[
         float, Flag("Seconds for the model to load.", "--ready-timeout", panel="Deployment", min=1)
     ] = 900.0
@@ -70,3 +81,27 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if not self.claims.objectives:
             raise ValueError("tuning needs objectives; give --goodput, such as --goodput ttft:200 tpot:50")
+        if self.start is not None:
+            check_start(self.start)
+            if self.model is not None:
+                raise ValueError(f"the model is {self.model!r}, but --start COMMAND names its own; leave one out")
+
+
+def placeholders(start: str) -> frozenset[str]:
+    """The names in braces of a start command."""
+    return frozenset(re.findall(r"\{(\w*)\}", start))
+
+
+def check_start(start: str) -> None:
+    """Raise ValueError where this is no command that can be tuned; one line."""
+    found, wanted = placeholders(start), ", ".join(f"{{{name}}}" for name in TUNABLE)
+    try:
+        shlex.split(start)
+    except ValueError as error:
+        raise ValueError(f"--start {start!r} cannot be split into words: {error}") from None
+    if unknown := found - {"port", *TUNABLE}:
+        raise ValueError(f"--start has {{{min(unknown)}}}, which is no setting; it may have {{port}}, {wanted}")
+    if "port" not in found:
+        raise ValueError("--start has no {port}; write it where the command takes the port")
+    if not found & set(TUNABLE):
+        raise ValueError(f"--start has no setting to tune; write {wanted} where their values belong")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from headway.advisor.tuning.options import TuneOptions
 from headway.advisor.tuning.race import LEAST_GAIN
+from headway.advisor.tuning.subjects import OTHER_DEVICE, start_command
 from headway.advisor.tuning.tune import Trial, Tuned
 from headway.changes import applied, typed
 from headway.report.style import number
 from headway.simulator.verify import given_flags
 
-CONFIG, REPORT = "serve.toml", "report.md"
+CONFIG, COMMAND, REPORT = "serve.toml", "start.txt", "report.md"
 
 
 def meets(runs: list[dict[str, Any]], share: float) -> bool:
@@ -25,8 +27,10 @@ def meets(runs: list[dict[str, Any]], share: float) -> bool:
 
 
 def write(options: TuneOptions, found: Tuned) -> list[Path]:
-    """Write the config and the report. Raises ValueError where a file cannot be written."""
-    texts = {CONFIG: "\n".join(config_lines(options, found)) + "\n", REPORT: "\n".join(lines(options, found)) + "\n"}
+    """Write the config, or another server's command, and the report. Raises ValueError where one cannot be written."""
+    served: dict[str, Iterable[str]]
+    served = {CONFIG: config_lines(options, found)} if options.start is None else {COMMAND: [command(options, found)]}
+    texts = {name: "\n".join(each) + "\n" for name, each in (served | {REPORT: lines(options, found)}).items()}
     written = []
     for name, text in texts.items():
         path = options.output / name
@@ -36,6 +40,12 @@ def write(options: TuneOptions, found: Tuned) -> list[Path]:
             raise ValueError(f"cannot write {path}: {error.strerror}") from None
         written.append(path)
     return written
+
+
+def command(options: TuneOptions, found: Tuned) -> str:
+    """The command that starts another server with what was kept; {port} stays for its user."""
+    assert options.start is not None
+    return shlex.join(start_command(options.start, applied(options.scheduling, found.changes), OTHER_DEVICE))
 
 
 def config_lines(options: TuneOptions, found: Tuned) -> Iterator[str]:
@@ -51,7 +61,7 @@ def config_lines(options: TuneOptions, found: Tuned) -> Iterator[str]:
 def lines(options: TuneOptions, found: Tuned) -> Iterator[str]:
     """The report in Markdown."""
     objectives = ", ".join(f"{name} {limit:g} ms" for name, limit in options.claims.objectives.items())
-    yield f"# Tuning of {options.model or 'headway/story'} for {objectives}"
+    yield f"# Tuning of {options.start or options.model or 'headway/story'} for {objectives}"
     yield ""
     yield from _found(options, found)
     yield ""
@@ -80,7 +90,10 @@ def _found(options: TuneOptions, found: Tuned) -> Iterator[str]:
     yield ""
     if found.changes:
         yield f"`{typed(found.changes)}` brings the slowest quarter {gain:.2f} times nearer to its objectives."
-        yield f"Serve with `headway serve --config {options.output / CONFIG}`."
+        served = (
+            f"headway serve --config {options.output / CONFIG}" if options.start is None else command(options, found)
+        )
+        yield f"Serve with `{served}`."
     else:
         yield f"No change was proven to gain {LEAST_GAIN - 1:.0%} or more: the configuration stays as it is."
 
@@ -90,10 +103,7 @@ def _row(trial: Trial) -> str:
     low, high = race.interval
     bar = f"{low:.2f} to {high:.2f}" if math.isfinite(high) else "too few pairs"
     verdict = "kept" if trial.kept else race.verdict
-    return (
-        f"| `{said.change.typed}` | {said.times:.2f} ({said.low:.2f} to {said.high:.2f}) | {race.times:.2f} ({bar}) "
-        f"| {len(race.gains)} | {verdict} |"
-    )
+    return f"| `{said.change.typed}` | {said} | {race.times:.2f} ({bar}) | {len(race.gains)} | {verdict} |"
 
 
 def _remains(options: TuneOptions, found: Tuned) -> Iterator[str]:
@@ -110,7 +120,7 @@ def _remains(options: TuneOptions, found: Tuned) -> Iterator[str]:
         most = sorted(shares.items(), key=lambda pair: -pair[1])[:3]
         yield f"Most of its time is {', '.join(f'{name} ({share:.0%})' for name, share in most)}."
     for each in [each for each in found.left if each.high > 1.0][:3]:
-        yield f"Not tried: `{each.change.typed}`, predicted {each.times:.2f} ({each.low:.2f} to {each.high:.2f})."
+        yield f"Not tried: `{each.change.typed}`, predicted {each}."
     yield "Weights, hardware and parallel sizes are not tried: `headway plan levers` ranks them."
 
 

@@ -8,7 +8,6 @@ without the change, and sends both the same requests; it ends as soon as its ver
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,22 +21,14 @@ from headway.advisor.tuning.candidates import Prediction, candidates
 from headway.advisor.tuning.journal import Journal
 from headway.advisor.tuning.options import TuneOptions
 from headway.advisor.tuning.race import LEAST_GAIN, MOST_PAIRS, Race, attainment, distances, furthest, loss
-from headway.bench.interrupts import interrupts, unless_stopped
-from headway.bench.options import Target
-from headway.bench.profile.local_server import LocalServer
-from headway.bench.runs import Load, is_made_up, load_of
-from headway.bench.session import Session
+from headway.advisor.tuning.subjects import Subject, subject_of
+from headway.bench.interrupts import interrupts
 from headway.changes import Change, applied, typed
 from headway.load.measures.latencies import Latencies
 from headway.load.record import RequestRecord
-from headway.load.workload.arrivals import make_arrival
 from headway.policy.step.options import SchedulingOptions
-from headway.simulator.engine import Host
-from headway.simulator.learnt import RecordedStep
-from headway.simulator.recording import Recording, read_recordings
-from headway.simulator.verify import Measured, host_of, measure, recorded_steps, serve_flags, simulated
+from headway.simulator.verify import serve_flags
 
-LEARN_SEEDS = (1_000_003, 1_000_033)  # added to the seed for the runs of the baseline
 SIMULATED_SEEDS = 2
 # So many trials of a flag without a gain, and its other values are not tried on top of the same configuration.
 MOST_FAILURES = 2
@@ -83,14 +74,15 @@ def run_tuning(options: TuneOptions, progress: Console) -> Tuned:
     """
     import uvloop
 
-    journal = Journal(options.output / "journal.jsonl", _about(options))
+    journal, stop = Journal(options.output / "journal.jsonl", _about(options)), asyncio.Event()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Tuner(options, journal, progress).run())
+        return runner.run(Tuner(options, subject_of(options, stop), journal, progress, stop).run())
 
 
 def _about(options: TuneOptions) -> dict[str, Any]:
     """What two tunings must have in common to be one."""
-    return {
+    started = {} if options.start is None else {"start": options.start}
+    return started | {
         "model": options.model,
         "flags": serve_flags(options.model_options, options.scheduling),
         "workload": repr((options.workload, options.arrivals, options.max_concurrency)),
@@ -122,16 +114,20 @@ def summary(records: Sequence[RequestRecord], objectives: dict[str, float]) -> d
     }
 
 
-class _Tuner:
-    def __init__(self, options: TuneOptions, journal: Journal, progress: Console) -> None:
-        self._options, self._journal, self._progress = options, journal, progress
-        spec = options.workload
-        arrival = make_arrival(options.arrivals, None if spec.mix else spec.dataset_name)
-        self._load = load_of(dataclasses.replace(spec, arrival=arrival), options.max_concurrency)
+class Tuner:
+    """The search.
+
+    Args:
+        options: the settings to begin with, the objectives and the budget.
+        stop: set when it is to end.
+    """
+
+    def __init__(
+        self, options: TuneOptions, subject: Subject, journal: Journal, progress: Console, stop: asyncio.Event
+    ) -> None:
+        self._options, self._subject, self._journal = options, subject, journal
+        self._progress, self._stop = progress, stop
         self._objectives = options.claims.objectives
-        self._stop = asyncio.Event()
-        self._learnt: tuple[Recording, list[RecordedStep], Host] | None = None
-        self._device = ""
 
     async def run(self) -> Tuned:
         found, now = Tuned(), self._options.scheduling
@@ -168,62 +164,57 @@ class _Tuner:
         self, now: SchedulingOptions, kept: list[Change], tried: set[str], failures: Counter[str]
     ) -> list[Prediction]:
         """Predictions of all candidates that are left, the best first."""
-        found = []
-        for change in candidates(now, self._device):
+        found, tunable = [], self._subject.tunable
+        for change in candidates(now, self._subject.device):
             if change.typed in tried or failures[change.field] >= MOST_FAILURES:
+                continue
+            if tunable is not None and change.field not in tunable:
                 continue
             question = f"simulated {typed(kept)} then {change.typed}"
             gains = self._journal.answer(question)
             if gains is None:
                 self._status.update(f"Simulating {change.typed} ...")
                 gains = await self._simulated_gains(now, applied(now, [change]))
-                self._journal.add(question, gains)
-            if gains:
+                if gains is not None:
+                    self._journal.add(question, gains)
+            if gains is None:
+                found.append(Prediction.unknown(change))
+            elif gains:
                 found.append(Prediction.of(change, gains))
         return sorted(found, key=lambda each: each.times, reverse=True)
 
-    async def _simulated_gains(self, now: SchedulingOptions, then: SchedulingOptions) -> list[float]:
-        """How much smaller the loss gets, for some seeds; none where the settings contradict each other."""
+    async def _simulated_gains(self, now: SchedulingOptions, then: SchedulingOptions) -> list[float] | None:
+        """How much smaller the loss gets, for some seeds; none where the settings contradict each other.
+
+        None where nothing can be simulated.
+        """
+        gains = []
         try:
-            return [
-                await self._simulated_loss(now, seed) - await self._simulated_loss(then, seed)
-                for seed in range(SIMULATED_SEEDS)
-            ]
+            for seed in range(SIMULATED_SEEDS):
+                plain, other = [await self._subject.simulated(each, seed) for each in (now, then)]
+                if plain is None or other is None:
+                    return None
+                gains.append(self._loss(plain) - self._loss(other))
         except ValueError:
             return []
+        return gains
 
-    async def _simulated_loss(self, scheduling: SchedulingOptions, seed: int) -> float:
-        recording, steps, host = self._learnt or await self._learn()
-        await unless_stopped(self._stop, asyncio.sleep(0))
-        result = simulated(recording, steps, self._of_seed(seed), host, scheduling)
-        return loss(distances(result.records, self._objectives))
+    def _loss(self, records: Sequence[RequestRecord]) -> float:
+        return loss(distances(records, self._objectives))
 
     # --- live ------------------------------------------------------------------------------------------
 
     async def _baseline(self) -> list[dict[str, Any]]:
         known = self._journal.answer("baseline")
         if known is None:
-            await self._learn()
-            known = self._journal.answer("baseline")
-        assert known is not None
-        self._device = known["device"]
+            began = time.monotonic()
+            self._status.update("Measuring the baseline ...")
+            told = [summary(records, self._objectives) for records in await self._subject.learn()]
+            known = {"device": self._subject.device, "runs": told}
+            self._journal.add("baseline", known, time.monotonic() - began)
+        self._subject.device = known["device"]
         runs: list[dict[str, Any]] = known["runs"]
         return runs
-
-    async def _learn(self) -> tuple[Recording, list[RecordedStep], Host]:
-        """Measure the configuration as it is, and learn how long its steps take."""
-        began, file = time.monotonic(), self._options.output / "steps.jsonl"
-        file.unlink(missing_ok=True)
-        self._status.update("Measuring the baseline ...")
-        runs = await self._live(self._options.scheduling, LEARN_SEEDS, "--record-steps", str(file))
-        recording = read_recordings(file)[-1]
-        steps = recorded_steps(recording, runs)
-        self._learnt = recording, steps, host_of(recording, runs, steps)
-        self._device = "cpu" if recording.engine.device == "cpu" else "cuda"
-        if self._journal.answer("baseline") is None:
-            told = [summary(each.result.records, self._objectives) for each in runs]
-            self._journal.add("baseline", {"device": self._device, "runs": told}, time.monotonic() - began)
-        return self._learnt
 
     async def _race(self, now: SchedulingOptions, change: Change) -> tuple[Race, list[dict[str, Any]]]:
         """Let two configurations answer the same requests by turns until the verdict is clear.
@@ -245,24 +236,10 @@ class _Tuner:
             if known is None:
                 self._status.update(f"Trying {change.typed}: {len(race.gains)} pairs, {race.times:.2f} x so far ...")
                 began = time.monotonic()
-                live = await self._live(sides[side], list(wanted))
-                known = [summary(each.result.records, self._objectives) for each in live]
+                live = await self._subject.measured(sides[side], list(wanted))
+                known = [summary(records, self._objectives) for records in live]
                 self._journal.add(question, known, time.monotonic() - began)
             runs[side].extend(known)
             pairs = zip(*runs, strict=False)
             race, turn = Race(tuple(plain["loss"] - other["loss"] for plain, other in pairs)), turn + 1
         return race, runs[1]
-
-    async def _live(self, scheduling: SchedulingOptions, seeds: Sequence[int], *more: str) -> list[Measured]:
-        """Start a server and let it answer the workload with each seed."""
-        options = self._options
-        named = [options.model] if options.model is not None else []
-        arguments = [*named, *serve_flags(options.model_options, scheduling), *more]
-        async with LocalServer(arguments, options.ready_timeout_s) as server:
-            target = Target(base_url=server.startup.url)
-            session = await unless_stopped(self._stop, Session.open(target, made_up=is_made_up(self._load.spec)))
-            return [await measure(session, self._of_seed(seed), self._stop) for seed in seeds]
-
-    def _of_seed(self, seed: int) -> Load:
-        spec = dataclasses.replace(self._load.spec, seed=self._load.spec.seed + seed)
-        return dataclasses.replace(self._load, spec=spec)

@@ -18,6 +18,7 @@ The number of output tokens is `usage`'s wherever there is one, and never the nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -35,17 +36,17 @@ _NOT_STREAMS = (b"application/json", b"text/html")
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
-class _TokenDetails(msgspec.Struct):
+class TokenDetails(msgspec.Struct):
     cached_tokens: TokenCount | None = None
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: TokenCount | None = None
     completion_tokens: TokenCount | None = None
-    prompt_tokens_details: _TokenDetails | None = None
+    prompt_tokens_details: TokenDetails | None = None
 
 
-class _Delta(msgspec.Struct):
+class Delta(msgspec.Struct):
     content: Any = None
     reasoning: Any = None
     reasoning_content: Any = None
@@ -54,20 +55,21 @@ class _Delta(msgspec.Struct):
     token_ids: Any = None
 
     @property
+    def reasons(self) -> bool:
+        return bool(self.reasoning or self.reasoning_content)
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.content or self.tool_calls or self.refusal)
+
+    @property
     def brings_tokens(self) -> bool:
-        return bool(
-            self.content
-            or self.reasoning
-            or self.reasoning_content
-            or self.tool_calls
-            or self.refusal
-            or self.token_ids
-        )
+        return self.answers or self.reasons or bool(self.token_ids)
 
 
-class _Choice(msgspec.Struct):
+class Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: Delta | None = None
     finish_reason: str | None = None
     token_ids: Any = None
 
@@ -89,7 +91,7 @@ class _Choice(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """What a load generator reads of a chunk, of completions and of chats alike."""
 
-    choices: list[_Choice] | None = None
+    choices: list[Choice] | None = None
     usage: Usage | None = None
     timings: Any = None
     error: Any = None
@@ -118,6 +120,7 @@ class StreamedAnswer(Receiver):
         self._counted = 0
         self._continuous: bool | None = None
         self._finish_ns = 0
+        self._reasons = False  # there was reasoning
 
     # --- as it comes --------------------------------------------------------------------------------
 
@@ -144,16 +147,21 @@ class StreamedAnswer(Receiver):
                 self.record.end_ns = now_ns
                 return
             try:
-                chunk = _decode(data)
+                chunks = self._chunks_of(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if name == b"error":
                     raise RequestFailed(FailureKind.STREAM_ERROR, data.decode(errors="replace")) from None
                 shown = data[:80].decode(errors="replace")
                 raise RequestFailed(FailureKind.MALFORMED, f"not a chunk of OpenAI's: {error} in {shown!r}") from None
-            if name == b"error" or chunk.error is not None or chunk.object == "error":
-                said = error_text({"error": chunk.error, "message": chunk.message})
-                raise RequestFailed(FailureKind.STREAM_ERROR, said or data.decode(errors="replace"))
-            self._take(chunk, now_ns)
+            for chunk in chunks:
+                if name == b"error" or chunk.error is not None or chunk.object == "error":
+                    said = error_text({"error": chunk.error, "message": chunk.message})
+                    raise RequestFailed(FailureKind.STREAM_ERROR, said or data.decode(errors="replace"))
+                self._take(chunk, now_ns)
+
+    def _chunks_of(self, data: bytes) -> Iterable[Chunk]:
+        """The chunk that an event brings; of other APIs, what their event comes to. Raises msgspec.DecodeError."""
+        return (_decode(data),)
 
     def _take(self, chunk: Chunk, now_ns: int) -> None:
         record, usage = self.record, chunk.usage
@@ -176,6 +184,10 @@ class StreamedAnswer(Receiver):
             tokens = 1 if choice.brings_tokens else 0
             if tokens and usage is None and self._continuous is None:
                 self._continuous = False
+        if (delta := choice.delta) is not None and not record.answer_ns:
+            if self._reasons and delta.answers:
+                record.answer_ns = now_ns
+            self._reasons = self._reasons or delta.reasons
         if tokens > 0:
             self._counted += tokens
             record.chunk_ns.append(now_ns)
@@ -185,8 +197,10 @@ class StreamedAnswer(Receiver):
 
     def _take_usage(self, usage: Usage) -> None:
         record = self.record
-        record.output_tokens = usage.completion_tokens
-        record.prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            record.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens is not None:
+            record.prompt_tokens = usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
             record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 

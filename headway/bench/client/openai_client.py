@@ -9,6 +9,7 @@ from typing import Self
 from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.http_client import HttpClient
+from headway.bench.client.other_answers import MessagesAnswer, ResponsesAnswer
 from headway.bench.client.request_body import BodyBuilder, num_answers
 from headway.bench.client.vector_answer import VectorAnswer
 from headway.load.endpoint import Endpoint, lower_names
@@ -22,7 +23,8 @@ def receiver(
     """The receiver that writes the answer to a prompt into its record."""
     timings = endpoint.include_timings
     if endpoint.generates:
-        return StreamedAnswer(record, keep_text=keep_text, keep_timings=timings)
+        kind = {"responses": ResponsesAnswer, "messages": MessagesAnswer}.get(endpoint.api, StreamedAnswer)
+        return kind(record, keep_text=keep_text, keep_timings=timings)
     return VectorAnswer(record, num_answers(endpoint, prompt), keep_timings=timings)
 
 

@@ -139,7 +139,7 @@ async def count_tokens(server: Server, prompts: Sequence[Prompt]) -> list[int]:
 
     async def count(prompt: Prompt) -> int:
         async with gate:
-            body = _tokenize_body(server.kind, endpoint.model or "", prompt, is_chat=endpoint.api == "chat")
+            body = _tokenize_body(server.kind, endpoint.model or "", prompt, is_chat=endpoint.is_chat)
             found = await _counted(asker, body) if server.tokenize and body is not None else None
             if found is None:
                 found = await count_by_answer(asker, endpoint, prompt)
@@ -280,7 +280,7 @@ async def _ask(asker: Asker, endpoint: Endpoint, prompt: Prompt, max_tokens: int
     fields: dict[str, Any] = BodyBuilder(endpoint).fields(prompt, max_tokens, {})
     if endpoint.generates:
         fields.pop("min_tokens", None)  # more than max_tokens would be refused
-        fields[endpoint.max_tokens_field] = max_tokens
+        fields[endpoint.length_field] = max_tokens
     return await asker.ask("POST", endpoint.route, fields)
 
 
@@ -303,7 +303,7 @@ def _switched_off(endpoint: Endpoint, options: Iterable[str]) -> Endpoint:
 
 def _advice(failure: Failure, endpoint: Endpoint) -> str:
     if failure.kind is FailureKind.NOT_FOUND:
-        other = "completions" if endpoint.api == "chat" else "chat"
+        other = "completions" if endpoint.is_chat else "chat"
         hint = f"has it only the {other} API?" if endpoint.generates else "does it serve a model for this?"
         return f"the server does not answer on {endpoint.route} ({failure.message}); {hint}"
     return f"the server fails on {_asked_for(endpoint)} ({failure.kind}: {failure.message}); see its log"

@@ -35,17 +35,24 @@ def num_answers(endpoint: Endpoint, prompt: Prompt) -> int:
     return texts if endpoint.api == "embeddings" else max(texts - 1, 1)
 
 
+def _with_system(messages: tuple[Message, ...]) -> dict[str, Any]:
+    """`messages` of /v1/messages, and `system` with those that are the system's."""
+    system = [each["content"] for each in messages if each["role"] == "system"]
+    fields: dict[str, Any] = {"messages": [each for each in messages if each["role"] != "system"]}
+    return fields | ({"system": "\n".join(system)} if system else {})
+
+
 class BodyBuilder:
     """Bodies of one endpoint's requests. Later fields win: the endpoint's, its extra_body, the request's own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._api = endpoint.api
-        self._max_tokens_field = endpoint.max_tokens_field
+        self._length_field = endpoint.length_field
         fields: dict[str, Any] = {"stream": True} if endpoint.generates else {}
         if endpoint.model is not None:
             fields["model"] = endpoint.model
         options = {"include_usage": endpoint.include_usage, "continuous_usage_stats": endpoint.continuous_usage}
-        if endpoint.generates and any(options.values()):
+        if endpoint.api in ("completions", "chat") and any(options.values()):
             fields["stream_options"] = {name: True for name, wanted in options.items() if wanted}
         if endpoint.ignore_eos:
             fields["ignore_eos"] = True
@@ -58,12 +65,16 @@ class BodyBuilder:
     def fields(self, prompt: Prompt, max_tokens: int, extra_body: dict[str, Any]) -> dict[str, Any]:
         """The body's fields."""
         if self._api == "chat":
-            asked: dict[str, Any] = {"messages": as_messages(prompt), self._max_tokens_field: max_tokens}
+            asked: dict[str, Any] = {"messages": as_messages(prompt)}
+        elif self._api == "responses":
+            asked = {"input": as_messages(prompt)}
+        elif self._api == "messages":
+            asked = _with_system(as_messages(prompt))
         elif self._api == "completions":
-            asked = {"prompt": as_text(prompt), self._max_tokens_field: max_tokens}
+            asked = {"prompt": as_text(prompt)}
         else:
-            asked = self._text_fields(as_texts(prompt))
-        return {**asked, **self._fields, **extra_body}
+            return {**self._text_fields(as_texts(prompt)), **self._fields, **extra_body}
+        return {**asked, self._length_field: max_tokens, **self._fields, **extra_body}
 
     def _text_fields(self, texts: list[str | tuple[int, ...]]) -> dict[str, Any]:
         if self._api == "embeddings":

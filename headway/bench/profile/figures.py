@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.bench.profile.achieved import Achieved, decode_work, floor_ms, prefill_work
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.result import LengthProfile, Opportunity, ProfileResult
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.cost.roofline import Roofline
@@ -159,6 +160,18 @@ def optimisation_opportunities(found: Sequence[Opportunity], each: LengthProfile
         style.beside(axes, o.measured_ms, row, text)
     style.name_rows(axes, [BY_KEY[o.stage].label for o in found])
     axes.set_xlim(0, max(o.measured_ms for o in found) * 1.55)
+    style.legend_outside(figure, [axes], 2)
+    return figure
+
+
+@style.drawing()
+def naive_and_cached(naive: Naive) -> Figure:
+    """Milliseconds until each token of an answer, without a KV cache and with one."""
+    figure, (axes,) = style.new_figure(8.0, 3.2, x="Token of the answer", y="Milliseconds from the send")
+    tokens = range(1, len(naive.naive_ms) + 1)
+    for label, colour, ms in (("without", "orange", naive.naive_ms), ("with a cache", "blue", naive.cached_ms)):
+        axes.plot(tokens, naive.until(ms), color=style.colour(colour), marker="o", ms=3, label=label)
+    axes.set_ylim(bottom=0)
     style.legend_outside(figure, [axes], 2)
     return figure
 

@@ -10,8 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _READY = re.compile(
 )
 _SERVER_STAGE = re.compile(r"server: (.+?)\s{1,}<?([\d,.]+) ms\s*$")
 _SHUTDOWN_S = 5.0
+_ASKED_EVERY_S = 0.2
 _KEPT_LINES = 40
 _PR_SET_PDEATHSIG = 1
 
@@ -105,20 +107,31 @@ class LocalServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    @property
+    def url(self) -> str:
+        return self.startup.url
+
     async def _start(self) -> None:
         command = [*self._command, *self._arguments, "--host", "127.0.0.1", "--port", "0"]
-        command += ["--log-level", "warning", "--shutdown-timeout", "1"]
+        await self._spawn([*command, "--log-level", "warning", "--shutdown-timeout", "1"], subprocess.DEVNULL)
+        await self._until(self._ready.wait())
+
+    async def _spawn(self, command: Sequence[str], stdout: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **child_options()
+            *command, stdout=stdout, stderr=subprocess.PIPE, **child_options()
         )
         self._reading = asyncio.create_task(self._read())
-        ready = asyncio.create_task(self._ready.wait())
+
+    async def _until(self, ready: Coroutine[Any, Any, Any]) -> None:
+        """Wait until it is ready. Raises BenchError if it ends before, or takes too long."""
+        assert self._process is not None and self._reading is not None
+        waiting = asyncio.create_task(ready)
         try:
-            waited = {ready, self._reading}
-            await asyncio.wait(waited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, self._reading}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_ready = waiting.done()
         finally:
-            ready.cancel()
-        if self._ready.is_set():
+            waiting.cancel()
+        if is_ready:
             return
         if self._reading.done():
             raise BenchError(self._start_error(await self._process.wait()))
@@ -134,14 +147,17 @@ class LocalServer:
             except ValueError:  # longer than the reader takes, and gone
                 continue
             line = raw.decode(errors="replace").rstrip()
-            if not line:
-                continue
-            self._lines.append(line)
-            if not self._ready.is_set():
-                self.startup.read(line)
-                self._on_line(line)
-                if self.startup.url:
-                    self._ready.set()
+            if line:
+                self._lines.append(line)
+                self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        """Take what a line of its stderr says of its start."""
+        if not self._ready.is_set():
+            self.startup.read(line)
+            self._on_line(line)
+            if self.startup.url:
+                self._ready.set()
 
     def _last_words(self) -> str:
         return f"last words: {' '.join(self._lines[-1].split())}" if self._lines else "it said nothing"
@@ -174,6 +190,38 @@ class LocalServer:
             if self._reading is not None:
                 self._reading.cancel()
                 await asyncio.gather(self._reading, return_exceptions=True)
+
+
+class StartedServer(LocalServer):
+    """Any server with an OpenAI API, as LocalServer. It is ready when it lists its models.
+
+    Args:
+        command: its words; the port is among them.
+        url: where it will be.
+    """
+
+    def __init__(self, command: Sequence[str], url: str, timeout_s: float) -> None:
+        super().__init__((), timeout_s, command=command)
+        self.startup.url = url
+
+    async def _start(self) -> None:
+        try:
+            await self._spawn(self._command, subprocess.DEVNULL)
+        except OSError as error:
+            raise BenchError(f"cannot start {self._command[0]}: {error.strerror}; see --start") from None
+        await self._until(self._listed())
+
+    async def _listed(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(lambda: urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).close())
+            except OSError:
+                await asyncio.sleep(_ASKED_EVERY_S)
+            else:
+                return
+
+    def _hear(self, line: str) -> None:
+        pass
 
 
 def child_options() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -26,12 +26,21 @@ class ProfileOptions(ModelOptions):
         prompt_lens: None takes DEFAULT_PROMPT_LENS as far as the model's context goes.
         output_len: at least 2, as the first token comes from the prompt's step.
         percentiles: the percentiles of TTFT, TPOT and TTLT.
+        given: names of the flags that were given.
         result_name: an existing folder of that name is replaced.
     """
 
     model: Annotated[
         str | None, Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True)
     ] = None
+    base_url: Annotated[
+        str | None,
+        Flag("Profile the server at this address, of Headway, vLLM or llama.cpp, instead of starting one."),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Flag("With --base-url: API key, sent as a bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY")),
+    ] = field(default=None, repr=False)
     prompt_lens: Annotated[
         tuple[int, ...] | None,
         Flag(
@@ -41,6 +50,13 @@ class ProfileOptions(ModelOptions):
     ] = None
     output_len: Annotated[int, Flag("Tokens of each answer.", min=2)] = 32
     repeats: Annotated[int, Flag("Requests of each prompt length.", min=1, max=100_000)] = 10
+    naive: Annotated[
+        bool,
+        Flag(
+            "Also answer without a KV cache, one pass over the whole text for each token, at the middle prompt length.",
+            "--naive",
+        ),
+    ] = False
     percentiles: Annotated[
         tuple[float, ...],
         Flag("Percentiles to report.", "--metric-percentiles", parse=percentiles, default="50,90,95,99"),
@@ -57,6 +73,7 @@ class ProfileOptions(ModelOptions):
     ready_timeout_s: Annotated[float, Flag("Seconds for the model to load.", "--ready-timeout", min=1)] = 900.0
     request_timeout_s: Annotated[float, Flag("Seconds for each request.", "--timeout", min=1)] = 600.0
     seed: Annotated[int, Flag("Seed of the prompts.", min=0)] = 0
+    given: frozenset[str] = frozenset()
 
 
 def check_options(options: ProfileOptions) -> None:

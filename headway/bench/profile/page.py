@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from headway.bench.profile import figures, tables
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.result import ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY
 from headway.bench.report.verdict import count
@@ -26,6 +27,7 @@ def page_of(result: ProfileResult) -> Page:
         sections=(
             _latency(result),
             _stages(result),
+            *([_naive(result.naive)] if result.naive is not None else []),
             _opportunities(result),
             _achieved(result),
             _memory(result),
@@ -92,6 +94,15 @@ def _stages(result: ProfileResult) -> Section:
     drawn = Picture("stage-breakdown", "Stages by prompt length", caption, figures.stage_breakdown(result.measured))
     found = (tables.stage_table(result), *([tables.kernel_table(result)] if result.kernels else []))
     return Section("Where the time of a request goes", (text,), tables=found, pictures=(drawn,), anchor="stages")
+
+
+def _naive(naive: Naive) -> Section:
+    text = (
+        "Without a cache of keys and values, each token takes a pass over the whole text before it; with one, a pass "
+        f"over the newest token alone. The whole answer takes {naive.times:.1f} times as long without."
+    )
+    drawn = Picture("naive", "Until each token", "Milliseconds from the send.", figures.naive_and_cached(naive))
+    return _section("What the KV cache saves", "naive", (text,), tables.naive_table(naive), drawn)
 
 
 def _opportunities(result: ProfileResult) -> Section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from headway.bench.profile.achieved import Achieved, decode_achieved, prefill_ac
 from headway.bench.profile.kernels import Kernels
 from headway.bench.profile.local_server import Startup
 from headway.bench.profile.model import ProfiledModel
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.stages import STAGES, median_phase, typical_stages
 from headway.calibration.peaks import MachinePeaks
 from headway.cost.memory import activation_bytes, kv_cache_bytes
@@ -74,6 +75,7 @@ class ProfileResult:
 
     Args:
         engine_stages: seconds of each stage of the engine's start.
+        naive: an answer without a cache beside one with it; None where it was not asked for, or a request failed.
         kernels: what passes are made of, by prompt length; empty where the server did not tell.
         folder: where the report was written; None before that.
         notes: what a reader must know to trust the numbers.
@@ -88,6 +90,7 @@ class ProfileResult:
     settings: dict[str, Any]
     began_at: str
     kernels: dict[int, Kernels] = field(default_factory=dict)
+    naive: Naive | None = None
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
@@ -129,6 +132,7 @@ class ProfileResult:
             "began_at": self.began_at,
             "interrupted": self.interrupted,
             "notes": self.notes,
+            "naive": None if self.naive is None else self.naive.as_json(),
             "settings": self.settings,
             "model": {
                 "name": model.name,
@@ -155,7 +159,7 @@ class ProfileResult:
                 "api_process_s": self.startup.api_stages,
             },
             "kernels": {str(length): passes for length, passes in self.kernels.items()},
-            "prompt_lengths": [_length_as_json(each) for each in self.lengths],
+            "prompt_lengths": [length_as_json(each) for each in self.lengths],
             "memory": {str(each.asked_tokens): self.memory_of(each.asked_tokens) for each in self.lengths},
             "opportunities": {
                 str(each.asked_tokens): [asdict(o) | {"winnable_ms": o.winnable_ms} for o in opportunities(each)]
@@ -164,7 +168,9 @@ class ProfileResult:
         }
 
 
-def _length_as_json(each: LengthProfile) -> dict[str, Any]:
+def length_as_json(each: LengthProfile) -> dict[str, Any]:
+    """The profile of a length, JSON-able."""
+
     def computed(part: Achieved | None) -> dict[str, Any] | None:
         if part is None:
             return None
@@ -190,10 +196,16 @@ def profile_length(
     asked: int,
     records: Sequence[RequestRecord],
     percentiles: Sequence[float],
-    model: ProfiledModel,
-    peaks: MachinePeaks,
+    model: ProfiledModel | None,
+    peaks: MachinePeaks | None,
+    told: Mapping[str, float] = {},
 ) -> LengthProfile:
-    """Make the profile of one prompt length from the records of its requests."""
+    """Make the profile of one prompt length from the records of its requests.
+
+    Args:
+        model, peaks: None where it is not known what is computed, or by which machine.
+        told: milliseconds in each stage, of a server without a ledger.
+    """
     done = [record for record in records if record.ok]
     failures: dict[str, int] = {}
     for record in records:
@@ -204,8 +216,14 @@ def profile_length(
     found = {name: values[np.isfinite(values)] for name, values in metrics.items()}
     prompt = sorted(record.prompt_tokens or asked for record in done)[len(done) // 2] if done else asked
     output = sorted(record.tokens for record in done)[len(done) // 2] if done else 0
-    prefill_ms = median_phase(done, Phase.PREFILL_COMPUTE)
-    decode_ms = median_phase(done, Phase.DECODE_COMPUTE)
+    stages_ms = typical_stages(done) or dict(told)
+    prefill_ms, decode_ms = median_phase(done, Phase.PREFILL_COMPUTE), median_phase(done, Phase.DECODE_COMPUTE)
+    if prefill_ms is None and told:
+        prefill_ms, decode_ms = told["prefill"], told["decode"]
+    prefill = decode = None
+    if model is not None and peaks is not None and prefill_ms is not None and decode_ms is not None:
+        prefill = prefill_achieved(model, peaks, prompt, prefill_ms)
+        decode = decode_achieved(model, peaks, prompt, output, decode_ms / max(1, output - 1))
     return LengthProfile(
         asked_tokens=asked,
         prompt_tokens=prompt,
@@ -214,11 +232,9 @@ def profile_length(
         failures=failures,
         latencies={name: distribution(values, percentiles) for name, values in found.items()},
         medians_ms={name: float(np.median(values)) for name, values in found.items() if len(values)},
-        stages_ms=typical_stages(done),
-        prefill=None if prefill_ms is None else prefill_achieved(model, peaks, prompt, prefill_ms),
-        decode=(
-            None if decode_ms is None else decode_achieved(model, peaks, prompt, output, decode_ms / max(1, output - 1))
-        ),
+        stages_ms=stages_ms,
+        prefill=prefill,
+        decode=decode,
     )
 
 

@@ -34,6 +34,7 @@ from headway.bench.profile.kernels import Kernels, timed_kernels
 from headway.bench.profile.local_server import LocalServer
 from headway.bench.profile.machine import measure_peaks, read_peaks
 from headway.bench.profile.model import ProfiledModel, find_model
+from headway.bench.profile.naive import Naive, naive_of
 from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
@@ -104,6 +105,7 @@ async def _measure(
         stages, version = await unless_stopped(stop, asyncio.to_thread(_ask, server.startup.url))
         outcome = await _send(options, model, server, lengths, progress, stop)
         kernels = {} if outcome.interrupted else await _kernels(options, model, server, lengths, progress)
+        naive = None if outcome.interrupted else await _naive(options, model, server, lengths, outcome, progress, stop)
         died = server.died()
     if outcome.interrupted and not _done(outcome):
         raise Interrupted
@@ -130,6 +132,7 @@ async def _measure(
         settings=_settings(options),
         began_at=began.isoformat(timespec="seconds"),
         kernels=kernels,
+        naive=naive,
         interrupted=outcome.interrupted,
     )
     result.lengths = [each for each in result.lengths if each.completed or each.failures]
@@ -199,6 +202,30 @@ async def _kernels(
     return found
 
 
+async def _naive(
+    options: ProfileOptions,
+    model: ProfiledModel,
+    server: LocalServer,
+    lengths: tuple[int, ...],
+    outcome: LoadOutcome,
+    progress: Progress,
+    stop: asyncio.Event,
+) -> Naive | None:
+    """The answer to a prompt of the middle length, token by token without a cache."""
+    if not options.naive:
+        return None
+    prompt = lengths[len(lengths) // 2]
+    passes = range(prompt, prompt + options.output_len)
+    warm_ups, requests = await asyncio.to_thread(plan_requests, model.folder, passes, 1, 1, options.seed + 2)
+    task = _stage(progress, "answering without a KV cache", len(requests))
+    url, timeout_s = server.startup.url, options.request_timeout_s
+    single = await send_all(url, warm_ups[:1], requests, timeout_s, stop, lambda: progress.advance(task))
+    if single.interrupted:
+        return None
+    cached = [record for record in _done(outcome) if record.planned_prompt_tokens == prompt]
+    return naive_of(prompt, sorted(single.records, key=lambda record: record.index), cached)
+
+
 def _stage(progress: Progress, title: str, total: int | None = None) -> TaskID:
     """Begin to show a stage. Where there is no terminal it is a line, so that a log shows signs of life."""
     if not progress.console.is_terminal:
@@ -232,12 +259,15 @@ def _ask(url: str) -> tuple[dict[str, float], str]:
 
 def _settings(options: ProfileOptions) -> dict[str, Any]:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    del settings["given"], settings["api_key"]
     return {"threads": settings.pop("num_threads"), **settings}
 
 
 def _remarks(result: ProfileResult, outcome: LoadOutcome) -> list[str]:
     """What else a reader should know."""
     remarks = []
+    if result.settings["naive"] and result.naive is None and not result.interrupted:
+        remarks.append("the run without a KV cache has no result, as some of its requests failed or were interrupted")
     if outcome.warm_up_failures:
         remarks.append(
             f"{len(outcome.warm_up_failures)} warm-up requests failed: {outcome.warm_up_failures[0].message}"
@@ -286,6 +316,8 @@ def print_profile(console: Console, result: ProfileResult) -> None:
     found.append(tables.achieved_table(result))
     if result.kernels:
         found.append(tables.kernel_table(result))
+    if result.naive is not None:
+        found.append(tables.naive_table(result.naive))
     if result.typical is not None:
         found.append(tables.opportunity_table(result.typical))
     for table in found:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from headway.bench.profile.kernels import KINDS
+from headway.bench.profile.naive import Naive
 from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.bench.report.tables import percentile_cell
@@ -10,10 +13,22 @@ from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
 NOTHING = Cell("–", "quiet")
+
+
+class Measured(Protocol):
+    """What tables of requests need of a profile."""
+
+    settings: dict[str, Any]
+    lengths: list[LengthProfile]
+
+    @property
+    def measured(self) -> list[LengthProfile]: ...
+
+
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "ttlt_ms": "TTLT"}
 
 
-def latency_table(result: ProfileResult) -> Table:
+def latency_table(result: Measured) -> Table:
     """TTFT, TPOT and TTLT for each prompt length: extremes, the median, and the percentiles that can be claimed."""
     rows = [(each, name) for each in result.lengths for name in METRICS if each.latencies[name].count]
     asked = [p for p in result.settings["percentiles"] if p != 50.0]
@@ -51,7 +66,7 @@ def _latency_row(each: LengthProfile, name: str, shown: list[float]) -> tuple[Ce
     )
 
 
-def stage_table(result: ProfileResult) -> Table:
+def stage_table(result: Measured) -> Table:
     """Milliseconds in each stage and its share: a column for each prompt length."""
     lengths = result.measured
     rows = [
@@ -74,7 +89,7 @@ def stage_table(result: ProfileResult) -> Table:
     )
 
 
-def achieved_table(result: ProfileResult) -> Table:
+def achieved_table(result: Measured) -> Table:
     """Compute beside the roofline, for prefill and for the mean decode step."""
     rows = []
     for each in result.measured:
@@ -112,6 +127,27 @@ def kernel_table(result: ProfileResult) -> Table:
         note="Milliseconds of one request more, sent while the server timed each kernel; below it the share. What is "
         "between kernels is in none of them.",
     )
+
+
+def naive_table(naive: Naive) -> Table:
+    """Tokens of an answer without a KV cache and with one: the first, the one in the middle, the last, and all."""
+    last = len(naive.naive_ms) - 1
+    rows = [
+        cells(f"token {at + 1:,}", number(naive.naive_ms[at]), number(naive.cached_ms[at]), _times(naive, at))
+        for at in dict.fromkeys((0, last // 2, last))
+    ]
+    whole = (number(sum(naive.naive_ms)), number(sum(naive.cached_ms)), f"{naive.times:.1f} x")
+    rows.append(cells("the whole answer", *whole))
+    return Table(
+        f"Without a KV cache and with one, prompt of {naive.prompt_tokens:,} tokens",
+        ("", "without", "with", "times"),
+        tuple(rows),
+        note="Milliseconds. Without a cache, each token is a request of its own with the whole text before it.",
+    )
+
+
+def _times(naive: Naive, at: int) -> str:
+    return f"{naive.naive_ms[at] / naive.cached_ms[at]:.1f} x"
 
 
 def opportunity_table(each: LengthProfile) -> Table:

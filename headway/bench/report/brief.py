@@ -160,6 +160,8 @@ def _next(result: RunResult, summaries: Sequence[Summary], claims: Claims) -> st
         return f"--verbose shows what failed and how{log}"
     if result.client.bound:
         return "run the client on another machine, or at a lower --request-rate"
+    if "ended_early" in result.settings:
+        return "a lower load, or a higher --stop-at; --verbose shows what failed and how"
     if result.interrupted:
         return "let the run end, or make it shorter: --num-prompts"
     if not verdict.is_valid(result, summaries, claims):

@@ -51,18 +51,19 @@ def latency_cdf(records: Sequence[RequestRecord], whole: Summary | None = None) 
 
 @style.drawing()
 def groups_cdf(groups: Mapping[str, Sequence[RequestRecord]]) -> Figure:
-    """TTFT, TPOT and E2EL from the schedule, a curve for each group (the first eight): classes, or sides to compare."""
-    figure, panels = style.new_figure(8.0, 3.2, columns=3, sharey=True)
+    """TTFT, TPOT and E2EL from the schedule, and steps; a curve for each group (the first eight), as of a class."""
+    figure, panels = style.new_figure(8.0, 5.8, rows=2, columns=2, sharey=True)
     of_group = {style.plain(name, 24): Latencies.of(groups[name]) for name in list(groups)[:MOST_GROUPS]}
     views: tuple[tuple[str, Callable[[Latencies], Floats]], ...] = (
         ("Time to first token (ms)", lambda latencies: latencies.ttft("schedule")),
         ("Time per output token (ms)", lambda latencies: latencies.tpot_ms),
         ("End to end (ms)", lambda latencies: latencies.e2el("schedule")),
+        ("Length of an answer (steps)", lambda latencies: latencies.steps.astype(float)),
     )
     for axes, (label, of) in zip(panels, views, strict=True):
         curves = {name: of(latencies) for name, latencies in of_group.items()}
         _cdfs(axes, curves, label, "requests", named=axes is panels[0])
-    for axes in panels[1:]:
+    for axes in panels[1::2]:
         axes.set_ylabel("")
     return figure
 

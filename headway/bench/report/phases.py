@@ -42,7 +42,7 @@ BEFORE_FIRST_TOKEN = (
     Part("intake", "reading and tokenizing", "intake", "other", ("receive", "tokenize", "grammar")),
     Part("queue_policy", "queue: others go first", "queue-policy", "queue", ("queue_policy", "queue_window")),
     Part("queue_capacity", "queue: no seat or token budget", "queue-capacity", "queue", ("queue_capacity",)),
-    Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks",)),
+    Part("queue_blocks", "queue: no KV blocks", "queue-blocks", "queue", ("queue_blocks", "queue_adapter")),
     Part("prefill_stall", "prefill stalled by others", "prefill-stall", "stall", ("prefill_stall",)),
     Part("prefill_compute", "prefill", "prefill-compute", "compute", ("prefill_compute",)),
 )

@@ -60,12 +60,27 @@ def overview(summaries: Sequence[Summary]) -> Table:
     ]
     rates, counts = (RATES, TOKENS) if tokens_per_s(views[0])[1] == "output tokens/s" else (VECTOR_RATES, TOKENS[:2])
     rows += [(label, [number(view.rates.get(key, 0.0)) for view in views]) for key, label in rates]
+    rows += _request_rows(views)
     for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
     rows += _goodput_rows(views) + _cost_rows(views)
     return Table(
         "Run", ("", *(plain(view.name) for view in views)), tuple(cells(label, *values) for label, values in rows)
     )
+
+
+def _request_rows(views: Sequence[Summary]) -> list[Row]:
+    """Rows of what a request is like: its tokens/s, and when its answer begins after reasoning."""
+    asked = (
+        ("tokens/s of a request, median", [view.tps for view in views], 50.0),
+        ("tokens/s of the slowest tenth, at most", [view.tps for view in views], 10.0),
+        ("first token after reasoning, ms, median", [view.first_answer_ms for view in views], 50.0),
+    )
+    return [
+        (label, [percentile_cell(each.percentile(p)) if each else NOTHING for each in found])
+        for label, found, p in asked
+        if any(found)
+    ]
 
 
 def _failed_cell(view: Summary) -> Cell:
@@ -158,15 +173,17 @@ def percentile_cell(claim: Percentile | None, tone: Tone = "") -> Cell:
 
 
 def part_tables(summaries: Sequence[Summary]) -> list[Table]:
-    """Each class of a mix, and each tenant: latencies and goodput."""
-    kinds = (("Classes", "class_name"), ("Tenants", "tenant"))
+    """Each class of a mix, each tenant, and requests by the tokens of their prompts: latencies and goodput."""
+    kinds = (("Classes", "class_name"), ("Tenants", "tenant"), ("By prompt length, tokens", "prompt_tokens"))
     return [_part_table(title, found) for title, kind in kinds if (found := part_views(summaries, kind))]
 
 
 def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
     names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
-    rows = _apart_rows(views) + _goodput_rows(views)
+    rows = _apart_rows(views) + _answer_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
+    if len(stated) == len(names) > 1 and all(limits == stated[names[0]] for limits in stated.values()):
+        stated = {"each": stated[names[0]]}
     note = "; ".join(f"{name}: {objectives_in_words(limits)}" for name, limits in stated.items() if limits)
     shown = tuple(cells(label, *values) for label, values in rows)
     return Table(title, ("", *names), shown, note=f"Latencies from the schedule. {note}".strip())
@@ -194,6 +211,30 @@ def _apart_rows(views: Sequence[Summary]) -> list[Row]:
         if not any(metric in view.from_schedule for view in views):
             continue
         rows += [(f"{name} P{p:g}, ms", [_claim_cell(view, metric, p) for view in views]) for p in (50.0, 90.0, 99.0)]
+    return rows
+
+
+def _answer_rows(views: Sequence[Summary]) -> list[Row]:
+    """How long answers were, in tokens and in steps of the server."""
+    if not any(view.answers for view in views):
+        return []
+    rows: list[Row] = []
+    for key, label in (("output_tokens", "output tokens"), ("steps", "steps")):
+        found = [view.answers.get(key) for view in views]
+        rows += [
+            (f"{label} of an answer, mean", [NOTHING if each is None else number(each.mean) for each in found]),
+            ("  standard deviation", [NOTHING if each is None else number(each.std) for each in found]),
+        ]
+        for p in (90.0, 99.0):
+            rows.append(
+                (f"  P{p:g}", [NOTHING if each is None else percentile_cell(each.percentile(p)) for each in found])
+            )
+    per_step = [
+        view.answers["output_tokens"].mean / view.answers["steps"].mean if view.answers else 0.0 for view in views
+    ]
+    rows.append(("tokens of a step", [number(each) if each else NOTHING for each in per_step]))
+    cut = [view.ended_by.get("length", 0) / view.completed if view.completed else 0.0 for view in views]
+    rows.append(("ended by max_tokens", [f"{100 * each:.3g} %" for each in cut]))
     return rows
 
 

@@ -210,11 +210,13 @@ def _interrupted(result: RunResult) -> Banner | None:
         return None
     sent = sum(record.sent_ns > 0 for record in result.records)
     asked = result.settings.get("num_prompts", len(result.records))
+    early = result.settings.get("ended_early")
+    began = f"Ended early, as {early}," if early else "Interrupted"
     line = (
-        f"Interrupted after {number(result.duration_s)} s: {sent:,} of {asked:,} sent; the "
+        f"{began} after {number(result.duration_s)} s: {sent:,} of {asked:,} sent; the "
         "figures are of those that were answered."
     )
-    return Banner("INTERRUPTED", (line,))
+    return Banner("ENDED EARLY" if early else "INTERRUPTED", (line,))
 
 
 def _failures(result: RunResult, most: float) -> Banner | None:

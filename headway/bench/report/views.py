@@ -6,20 +6,21 @@ import math
 from collections.abc import Sequence
 
 from headway.load.measures.numbers import Summary
-from headway.load.measures.summary import PARTS, PROBE_STREAM, STEADY_STATE
+from headway.load.measures.summary import LENGTHS, PARTS, PROBE_STREAM, STEADY_STATE
 from headway.load.record import RunResult
 
 Run = tuple[RunResult, Sequence[Summary]]  # and what `summarise_all` makes of it
 
 
 def main_views(summaries: Sequence[Summary]) -> list[Summary]:
-    """The whole run and its steady state; without classes, tenants and probes."""
-    return [view for view in summaries if not view.name.startswith((*PARTS.values(), PROBE_STREAM))]
+    """The whole run and its steady state; without classes, tenants, lengths and probes."""
+    return [view for view in summaries if not view.name.startswith((*PARTS.values(), LENGTHS, PROBE_STREAM))]
 
 
 def part_views(summaries: Sequence[Summary], kind: str) -> list[tuple[str, Summary]]:
-    """The name and the summary of each class (kind `class_name`) or each tenant (`tenant`)."""
-    return [(view.name.removeprefix(PARTS[kind]), view) for view in summaries if view.name.startswith(PARTS[kind])]
+    """The name and the summary of each class (kind `class_name`), tenant (`tenant`) or length (`prompt_tokens`)."""
+    prefix = PARTS.get(kind, LENGTHS)
+    return [(view.name.removeprefix(prefix), view) for view in summaries if view.name.startswith(prefix)]
 
 
 def probe_view(summaries: Sequence[Summary]) -> Summary | None:

@@ -19,8 +19,9 @@ from headway.kernels.cpu.team import Team, arg, job, once_per_kind
 
 # Rows whose sums a thread keeps at a time.
 MOST_ROWS = 256
-# Places in a plan, in words: the number of pieces, the most rows of one, the address of the rows, the pieces.
-PIECES, MOST, ROWS, TABLE = 0, 1, 2, 3
+# Places in a plan, in words: the number of pieces, the most rows of one, the address of the rows and how many there
+# are, the pieces.
+PIECES, MOST, ROWS, COUNT, TABLE = 0, 1, 2, 3, 4
 
 
 @compiled()
@@ -55,6 +56,12 @@ def pieces_of(plan, pieces, tokens):
 
 
 @compiled()
+def rows_of(plan, tokens):
+    """How many rows there are."""
+    return tokens if plan == 0 else read_int64(plan, COUNT)
+
+
+@compiled()
 def _count(chosen, tokens, columns, per_token, starts, experts):
     """Count the tokens of each expert, into `starts`."""
     for expert in range(experts):
@@ -66,11 +73,18 @@ def _count(chosen, tokens, columns, per_token, starts, experts):
 
 
 @compiled()
-def _cut(starts, experts, plan):
-    """The pieces of the plan; counts in `starts` become numbers of first rows. Returns (experts with rows, most)."""
+def _cut(starts, experts, first_here, here, plan):
+    """The pieces of the plan; counts in `starts` become numbers of first rows, or -1 for experts that are not here.
+
+    Returns (experts with rows, most), of all.
+    """
     first, pieces, most, touched, busiest = 0, 0, 0, 0, 0
     for expert in range(experts):
         rows = read_int64(starts, expert)
+        touched, busiest = touched + (rows > 0), max(busiest, rows)
+        if expert < first_here or expert >= first_here + here:
+            write_integer(starts, expert, -1, 64)
+            continue
         write_integer(starts, expert, first, 64)
         parts = (rows + MOST_ROWS - 1) // MOST_ROWS
         for part in range(parts):
@@ -78,35 +92,41 @@ def _cut(starts, experts, plan):
             at = TABLE + 3 * (pieces + part)
             write_integer(plan, at, begin, 64)
             write_integer(plan, at + 1, end, 64)
-            write_integer(plan, at + 2, expert, 64)
+            write_integer(plan, at + 2, expert - first_here, 64)
             most = max(most, end - begin)
-        first, pieces, touched, busiest = first + rows, pieces + parts, touched + (rows > 0), max(busiest, rows)
+        first, pieces = first + rows, pieces + parts
+    write_integer(plan, COUNT, first, 64)
     write_integer(plan, PIECES, pieces, 64)
     write_integer(plan, MOST, most, 64)
     return touched, busiest
 
 
-PLAN = struct.Struct("9q")
+PLAN = struct.Struct("11q")
 
 
 @once_per_kind
 def plan_job() -> int:
-    """Sort the tokens by expert; `places` has the row of each token and choice, `counts` adds up RoutingCounts."""
+    """Sort the tokens by expert; `places` has the row of each token and choice, `counts` adds up RoutingCounts.
+
+    Some experts may be here alone; choices of others have the row -1.
+    """
 
     def make(a: int) -> None:
         chosen, tokens, columns, per_token, experts = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4)
         plan, rows, places, counts = arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8)
+        first_here, here = arg(a, 9), arg(a, 10)
         starts = take_memory(experts * 8)
         _count(chosen, tokens, columns, per_token, starts, experts)
-        touched, busiest = _cut(starts, experts, plan)
+        touched, busiest = _cut(starts, experts, first_here, here, plan)
         write_integer(plan, ROWS, rows, 64)
         for token in range(tokens):
             for k in range(per_token):
                 expert = read_int64(chosen, token * columns + k)
                 row = read_int64(starts, expert)
-                write_integer(starts, expert, row + 1, 64)
-                write_integer(rows, 2 * row, token, 64)
-                write_integer(rows, 2 * row + 1, expert, 64)
+                if row >= 0:
+                    write_integer(starts, expert, row + 1, 64)
+                    write_integer(rows, 2 * row, token, 64)
+                    write_integer(rows, 2 * row + 1, expert - first_here, 64)
                 write_integer(places, token * per_token + k, row, 64)
         give_back(starts)
         write_integer(counts, 0, read_int64(counts, 0) + 1, 64)
@@ -123,14 +143,17 @@ class ExpertPlan:
     Args:
         chosen: experts of each token, int64 [T, columns], of which the first `per_token` count.
         experts: the number of experts to choose from.
+        here: the first of those that have rows in the plan, and how many these are.
         counts: int64 [4], the fields of RoutingCounts.
 
     Attributes:
-        rows: pairs of a token and an expert.
-        places: int64 [T, per_token], the row of each pair.
+        rows: pairs of a token and an expert, of which not all are rows where not all experts are here.
+        places: int64 [T, per_token], the row of each pair; -1 where its expert is not here.
     """
 
-    def __init__(self, team: Team, chosen: Tensor, per_token: int, experts: int, counts: np.ndarray) -> None:
+    def __init__(
+        self, team: Team, chosen: Tensor, per_token: int, experts: int, here: tuple[int, int], counts: np.ndarray
+    ) -> None:
         tokens, columns = chosen.shape
         self.rows = tokens * per_token
         pieces = min(experts, self.rows) + self.rows // MOST_ROWS
@@ -139,7 +162,7 @@ class ExpertPlan:
         self.places = team.empty((tokens, per_token), torch.int64)
         arguments: tuple[Any, ...] = (
             chosen.data_ptr(), tokens, columns, per_token, experts, self._plan.data_ptr(), self._rows.data_ptr(),
-            self.places.data_ptr(), counts.ctypes.data,
+            self.places.data_ptr(), counts.ctypes.data, *here,
         )  # fmt: skip
         team.run_alone(plan_job(), PLAN, arguments)
 

@@ -152,16 +152,18 @@ def _add_row(kind, sums, weight, source, width):
 def mix_rows(kind, size, first, last, places, weights, per_token, width, results, shared, sums, out):
     """Row i of out is the sum of weights[i, k] times row places[i, k] of results, in the order of k.
 
-    Then, unless `shared` is 0, of one weight more times row i there. Numbers have `size` bytes; sums has room for a
-    row of float32.
+    A row -1 counts nothing. Then, unless `shared` is 0, one weight more times row i there is added. Numbers have `size`
+    bytes; sums has room for a row of float32.
     """
     columns = per_token + (shared != 0)
     for i in range(first, last):
         for d in range(width):
             store(sums, d, _ZERO, FLOAT32)
         for k in range(per_token):
-            source = results + read_int64(places, i * per_token + k) * width * size
-            _add_row(kind, sums, load(weights, i * columns + k, FLOAT32), source, width)
+            place = read_int64(places, i * per_token + k)
+            if place >= 0:
+                weight = load(weights, i * columns + k, FLOAT32)
+                _add_row(kind, sums, weight, results + place * width * size, width)
         if shared != 0:
             weight = load(weights, i * columns + per_token, FLOAT32)
             _add_row(kind, sums, weight, shared + i * width * size, width)
@@ -197,16 +199,21 @@ class PackedExperts:
     Args:
         gate_up, down: the weights of `count` experts.
         counts: see ExpertPlan.
+
+    Attributes:
+        of_all: experts that tokens choose from.
+        here: the first of them whose weights these are, and how many there are.
     """
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear, count: int, team: Team, counts: np.ndarray) -> None:
-        self.gate_up, self.down, self._count, self._team, self._counts = gate_up, down, count, team, counts
+        self.gate_up, self.down, self._team, self._counts = gate_up, down, team, counts
+        self.of_all, self.here = count, (0, count)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         """See Mixture; in the order in which the experts of a token are given."""
         tokens, width = x.shape
         per_token = chosen.shape[1] - (shared is not None)
-        plan = ExpertPlan(self._team, chosen, per_token, self._count, self._counts)
+        plan = ExpertPlan(self._team, chosen, per_token, self.of_all, self.here, self._counts)
         results = self.down.of_experts(self.gate_up.of_experts(x, plan, True), plan, False)
         out = self._team.empty((tokens, width), x.dtype)
         arguments = (
@@ -232,8 +239,8 @@ class HeadPlan:
         table[..., 0] = np.arange(heads)[:, None] * tokens + cuts[:-1]
         table[..., 1] = np.arange(heads)[:, None] * tokens + cuts[1:]
         table[..., 2] = np.arange(heads)[:, None]
-        most = int(np.diff(cuts).max())
-        self._plan = np.array([heads * pieces, most, self._rows.ctypes.data, *table.flat], np.int64)
+        fields = heads * pieces, int(np.diff(cuts).max()), self._rows.ctypes.data, heads * tokens
+        self._plan = np.array([*fields, *table.flat], np.int64)
         self.tokens, self.rows, self.address = tokens, heads * tokens, int(self._plan.ctypes.data)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
 from headway.kernels.cpu import experts as cpu_experts
 from headway.kernels.cpu import recurrent as cpu_recurrent
 from headway.kernels.cpu import rows as cpu_rows
@@ -35,6 +36,7 @@ from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Sco
 if TYPE_CHECKING:
     from headway.kernels.cpu.rank_board import RankBoard
     from headway.kernels.cpu.ranks import CpuRanks
+    from headway.kernels.ranks import Share
 
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 SCATTERED = 16
@@ -58,6 +60,13 @@ class FurtherKernels:
         """Pack the weights of experts one under the other."""
         packed = self._packed(gate_up, gate, count), self._packed(down, None, count)
         return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """See Kernels."""
+        from headway.kernels.cpu.adapters import AdaptedLinear
+
+        assert isinstance(product, PackedLinear), "linear and gated layers are packed here"
+        return AdaptedLinear(self._team, product, spec, rows)
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
         """Pack the matrices of heads one under the other."""
@@ -196,11 +205,11 @@ class FurtherKernels:
             self._team.time_jobs(wanted)
         return self._team.times
 
-    def ranks(self, board: RankBoard, hidden: int, vocab: int) -> CpuRanks:
-        """What this process, as a rank of a model with these sizes, says to the others."""
+    def ranks(self, board: RankBoard, share: Share, hidden: int, vocab: int) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks."""
         from headway.kernels.cpu.ranks import CpuRanks
 
-        return CpuRanks(self._team, board, hidden, vocab)
+        return CpuRanks(self._team, board, share, hidden, vocab)
 
 
 def _spans(step: StepGeometry) -> Tensor:

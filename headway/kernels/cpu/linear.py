@@ -38,9 +38,20 @@ class PackedLinear(PackedWeight):
         """x [T, in] -> [T, out], of x's dtype or wide."""
         return self._product(x, x.shape[0], 0, False)
 
+    @property
+    def gate_address(self) -> int:
+        """Where the gate's numbers are; 0 without a gate."""
+        return 0 if self._gate is None else self._gate.data_ptr()
+
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write the sums of x [T, in] to out [T, out] float32, strided along T or not, unrounded."""
         self._product(x, x.shape[0], 0, False, out)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """The sums of x [T, in] for all lanes of the panels, [T, lanes] float32: before the gate, if there is one."""
+        out = self._team.empty((x.shape[0], len(self._row_scales)), torch.float32)
+        self._product(x, x.shape[0], 0, False, out)
+        return out
 
     def of_experts(self, x: Tensor, plan: Plan, gathers: bool) -> Tensor:
         """Each row of the plan times the weight of its expert -> [rows, out].
@@ -71,8 +82,7 @@ class PackedLinear(PackedWeight):
             made_ready.data_ptr() if len(made_ready) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
-            out.stride(0) << FEATURE_BITS | self.out_features,
-            int(wide) * WIDE if self._gate is None else self._gate.data_ptr(), plan, int(gathers),
+            out.stride(0) << FEATURE_BITS | out.shape[1], WIDE if wide else self.gate_address, plan, int(gathers),
             *more, self._tiles,
         )  # fmt: skip
         self._team.run(self._code, PRODUCT, arguments)

@@ -207,17 +207,17 @@ class PackedWeight:
     def _fill_int4(self, number: int, weight: Weight, groups: Groups) -> None:
         """Pack numbers that have been rounded before, whose groups' factors belong to one scale for each row."""
         self._part(self._row_scales, number).copy_(self._in_lanes(groups.scales.view(-1)))
-        lanes, inputs = self._rows_in_lanes(weight.rows), self._padded - self.in_features
+        lanes, inputs = self.rows_in_lanes(weight.rows), self._padded - self.in_features
         numbers = F.pad(weight.parts[0], (0, inputs, 0, 1), value=8)[lanes]
         factors = F.pad(groups.factors, (0, inputs // groups.size, 0, 1), value=1)[lanes]
         pack_nibbles(numbers, factors, self._part(self._packed, number))
 
-    def _rows_in_lanes(self, rows: int) -> Tensor:
+    def rows_in_lanes(self, rows: int) -> Tensor:
         """Which row each lane of the panels has, int64; -1: none."""
         return self._in_lanes(torch.arange(1.0, 1 + rows)).long() - 1
 
     def _fill_groups(self, number: int, weight: Weight, groups: Groups) -> GroupedPanels:
-        rows, packed = self._rows_in_lanes(weight.rows), self._part(self._packed, number)
+        rows, packed = self.rows_in_lanes(weight.rows), self._part(self._packed, number)
         return pack_groups(self._kind, weight.parts[0].contiguous(), groups, rows, packed)
 
 

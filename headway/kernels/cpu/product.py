@@ -24,7 +24,7 @@ from headway.kernels.cpu.arithmetic import (
     arithmetic_of,
 )
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
-from headway.kernels.cpu.expert_plan import item_of, pieces_of, row_of
+from headway.kernels.cpu.expert_plan import item_of, pieces_of, row_of, rows_of
 from headway.kernels.cpu.groups import HEADER_BYTES, PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu.ir import VECTOR_BYTES
 from headway.kernels.cpu.matrix import (
@@ -68,7 +68,7 @@ FEATURE_BITS = 32  # of the number of outputs; above them stands how far apart r
 
 
 @compiled()
-def _copy_token(source_kind, kind, x, inputs, width, row):
+def copy_token(source_kind, kind, x, inputs, width, row):
     """A token as numbers of `kind`, with zeros up to the width."""
     for i in range(inputs):
         store(row, i, load(x, i, source_kind), kind)
@@ -199,7 +199,7 @@ def multiply_on_tiles(
 
 
 @compiled(fastmath={"contract"})
-def _finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
+def finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
     """Sums, scaled and with the bias, to `count` outputs of each token, stride elements between tokens."""
     for token in range(tokens):
         for i in range(count):
@@ -208,7 +208,7 @@ def _finish_plain(out_kind, tokens, count, totals, scales, bias, out, stride):
 
 
 @compiled(fastmath={"contract", "arcp"})
-def _finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gate_numbers):
+def finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gate_numbers):
     """The first half of a panel's sums, scaled and with the bias, as the gate of the second half; see Gate."""
     half = PANEL // 2
     slope, cubic = load(gate_numbers, 0, FLOAT32), load(gate_numbers, 1, FLOAT32)
@@ -239,11 +239,11 @@ def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
     to, of_panel = out + (row * stride + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
     count = min(each, features - panel * each)
     if is_wide:
-        _finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
     elif gate != 0:
-        _finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
+        finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
     else:
-        _finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
 
 
 @compiled()
@@ -258,6 +258,7 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset,
     tokens, x, x_stride, inputs, order = arg(a, 2), arg(a, 4), arg(a, 5), arg(a, 6), arg(a, 7)
     rows, row_bytes, row_stride, width, block_inputs = arg(a, 8), arg(a, 9), arg(a, 10), arg(a, 11), arg(a, 12)
     plan, gathers = arg(a, 22), arg(a, 23)
+    tokens = rows_of(plan, tokens)
     ordered = take_memory(inputs * x_size) if order != 0 else 0
     row = take_ticket(tickets(a, 0))
     while row < tokens:
@@ -270,7 +271,7 @@ def _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset,
             _prepare_integers(x_kind, integer, largest, offset, source, inputs, width, block_inputs, to, to + row_bytes)
             split_token(split_kind, to, width, row_stride)
         else:
-            _copy_token(x_kind, copied, source, inputs, width, to)
+            copy_token(x_kind, copied, source, inputs, width, to)
         take_ticket(tickets(a, 1))
         row = take_ticket(tickets(a, 0))
     if order != 0:

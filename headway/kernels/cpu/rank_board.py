@@ -22,47 +22,90 @@ from headway.kernels.cpu.team import LINE, arg, job, once_per_kind
 # Lines for all: whether waiting is of no use any more; how many pieces of messages there were; the bytes of the last
 # piece, and whether more follow.
 _STOPPED, _SENT, _PIECE = range(3)
-# Lines of each rank, which begin behind these: how often it has met the others; and what it has done with messages.
-_MET, _TAKEN, _DONE, _FAILED, _ASLEEP = range(5)
-_LINES_OF_ALL, _LINES_OF_RANK = 3, 5
+# Lines of each rank, which begin behind these: how often it has met the others; what it has done with messages; what it
+# has handed on to the next stage and received from the one before; and the rank that it has been waiting for, plus one.
+_MET, _TAKEN, _DONE, _FAILED, _ASLEEP, HANDED_ON, RECEIVED, _AWAITS = range(8)
+_LINES_OF_ALL, _LINES_OF_RANK = 3, 8
 MOST_RANKS = 64
 _MESSAGE_AT = (_LINES_OF_ALL + _LINES_OF_RANK * MOST_RANKS) * LINE
 _MESSAGE_BYTES = 1 << 20
 HEADER_BYTES = _MESSAGE_AT + _MESSAGE_BYTES
 # A rank looks for some microseconds, then lets others have the core while it looks on for a few milliseconds.
 _LOOKS, _YIELDING_LOOKS = 1000, 6000
+# Within a step, a rank that waits longer lets others have the core every so many looks: a core may have two threads, of
+# which the other one works, and system calls would take much from it.
+_PAUSES = 16
 _SLEEP_MS = 500  # after which a rank looks whether rank 0 is still there
 _sched_yield = external("sched_yield", "int32")
 
 
 @compiled()
-def _meet(board, number, count):
-    """Say that this rank is here, and wait until all are, or until waiting is of no use."""
-    mine = board + (_LINES_OF_ALL + number * _LINES_OF_RANK + _MET) * LINE
-    turn = read_shared(mine) + 1
-    write_shared(mine, turn)
-    for other in range(count):
-        theirs = board + (_LINES_OF_ALL + other * _LINES_OF_RANK + _MET) * LINE
-        looks = 0
-        while read_shared(theirs) < turn and read_shared(board) == 0:
-            looks += 1
-            if looks < _LOOKS:
-                pause()
-            else:
-                _sched_yield()
+def _address(board, rank, what):
+    return board + (_LINES_OF_ALL + rank * _LINES_OF_RANK + what) * LINE
 
 
-MEET = struct.Struct("3q")
+@compiled()
+def _await(board, rank, other, what, least):
+    """Wait until a word of another rank is at least so much, or until waiting is of no use."""
+    theirs, looks = _address(board, other, what), 0
+    while read_shared(theirs) < least and read_shared(board) == 0:
+        looks += 1
+        if looks == _LOOKS:
+            write_shared(_address(board, rank, _AWAITS), other + 1)
+        if looks > _LOOKS and looks % _PAUSES == 0:
+            _sched_yield()
+        else:
+            pause()
+    if looks >= _LOOKS:
+        write_shared(_address(board, rank, _AWAITS), 0)
+
+
+MEET = struct.Struct("4q")
 
 
 @once_per_kind
 def meet_job() -> int:
-    """The job that waits for the other ranks. It is run by the calling thread alone."""
+    """The job that says that this rank is here, and waits until all of some ranks that follow each other are.
+
+    It is run by the calling thread alone, and so are the others that wait.
+    """
 
     def meet(a: int) -> None:
-        _meet(arg(a, 0), arg(a, 1), arg(a, 2))
+        board, rank, first, count = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3)
+        mine = _address(board, rank, _MET)
+        turn = read_shared(mine) + 1
+        write_shared(mine, turn)
+        for other in range(first, first + count):
+            _await(board, rank, other, _MET, turn)
 
     return job(meet)
+
+
+AWAIT = struct.Struct("6q")
+
+
+@once_per_kind
+def await_job() -> int:
+    """The job that waits until a word of another rank is ahead of a word of this rank by so much."""
+
+    def wait(a: int) -> None:
+        board, rank, other, theirs, own, lead = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4), arg(a, 5)
+        _await(board, rank, other, theirs, read_shared(_address(board, rank, own)) + lead)
+
+    return job(wait)
+
+
+COUNT = struct.Struct("3q")
+
+
+@once_per_kind
+def count_job() -> int:
+    """The job that adds one to a word of this rank, behind all that was written before."""
+
+    def count(a: int) -> None:
+        add_to(_address(arg(a, 0), arg(a, 1), arg(a, 2)), 1)
+
+    return job(count)
 
 
 @compiled()
@@ -104,13 +147,18 @@ class RankBoard:
 
     # --- what all say -------------------------------------------------------------------------------
 
-    def met(self, rank: int) -> int:
-        """How often a rank has met the others."""
-        return self._word(_line(rank, _MET))
+    def progress(self, rank: int) -> int:
+        """A number that grows whenever a rank gets on."""
+        return sum(self._word(_line(rank, what)) for what in (_MET, _TAKEN, _DONE, HANDED_ON, RECEIVED))
 
-    def owes(self, rank: int) -> bool:
-        """Whether rank 0 may wait for this rank: at a meeting, or as it has not taken a message."""
-        return self.met(rank) < self.met(0) or self._word(_line(rank, _TAKEN)) < self._word(_SENT)
+    def is_awaited(self, rank: int) -> bool:
+        """Whether another rank may wait for this one: in a step, or as it has not taken a message."""
+        awaited = (self._word(_line(other, _AWAITS)) for other in range(self.count))
+        return self._word(_line(rank, _TAKEN)) < self._word(_SENT) or rank + 1 in awaited
+
+    def awaits(self, rank: int) -> bool:
+        """Whether a rank itself waits for another one in a step."""
+        return self._word(_line(rank, _AWAITS)) != 0
 
     def failed(self) -> list[int]:
         """The ranks that an exception has stopped."""
@@ -127,8 +175,8 @@ class RankBoard:
     def reset(self) -> None:
         """Begin anew after stop(), when no rank is in a step."""
         for rank in range(self.count):
-            self._set(_line(rank, _MET), 0)
-            self._set(_line(rank, _FAILED), 0)
+            for what in (_MET, _FAILED, HANDED_ON, RECEIVED):
+                self._set(_line(rank, what), 0)
         self._set(_STOPPED, 0)
 
     # --- rank 0 -------------------------------------------------------------------------------------
@@ -161,7 +209,9 @@ class RankBoard:
             while self._word(line) < self._sent:
                 self._look_at(self.address + line * LINE, self._sent, self.address)
                 if self._word(line) < self._sent:
+                    self._set(_line(0, _AWAITS), rank + 1)
                     wait()
+            self._set(_line(0, _AWAITS), 0)
 
     # --- the others ---------------------------------------------------------------------------------
 

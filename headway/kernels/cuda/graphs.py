@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from headway.kernels.cuda.experts import Seen
 from headway.kernels.interface import RoutingCounts
 
+Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
@@ -21,11 +23,11 @@ class GraphMemory:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Capture the kernels of run() without running them.
 
         Returns:
-            A function that launches them all, and the tensor in which their result then is.
+            A function that launches them all, and the tensors in which their result then is.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

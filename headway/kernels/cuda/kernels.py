@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
+from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
 from headway.kernels.cuda import attention as cuda_attention
 from headway.kernels.cuda import recurrent as cuda_recurrent
 from headway.kernels.cuda import rows as cuda_rows
+from headway.kernels.cuda.adapters import AdaptedLinear
 from headway.kernels.cuda.experts import CudaMixture, Seen
 from headway.kernels.cuda.graphs import GraphMemory, Graphs
 from headway.kernels.cuda.packed import pack
@@ -18,6 +21,7 @@ from headway.kernels.cuda.product import multiply
 from headway.kernels.interface import (
     AttentionShape,
     HeadLinear,
+    KernelTime,
     LayerCache,
     LayerState,
     Linear,
@@ -26,8 +30,11 @@ from headway.kernels.interface import (
     StepGeometry,
     check_heads,
 )
-from headway.kernels.reference import TorchKernels
+from headway.kernels.reference import ReferenceGatedLinear, TorchKernels
 from headway.kernels.weights import SILU, DeltaRule, Gate, Product, Weight
+
+if TYPE_CHECKING:
+    from headway.kernels.cuda.times import KernelTimes
 
 _GATE_BLOCK = 1024
 _FORBID_BLOCK = 4096  # tokens
@@ -41,11 +48,15 @@ class PackedLinear:
     def __init__(self, product: Product, gate: Gate | None, multiprocessors: int, wide: bool = False) -> None:
         self.packed = pack([product], 1, gated=gate is not None)
         self.out_features = self.packed.outputs
-        self._gate, self._multiprocessors, self._wide = gate, multiprocessors, wide
+        self.gate, self._multiprocessors, self._wide = gate, multiprocessors, wide
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        return multiply(self.packed, x, self._multiprocessors, self._gate, wide=self._wide)
+        return multiply(self.packed, x, self._multiprocessors, self.gate, wide=self._wide)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        """x [T, in] -> the product's result before its gate, gate and up by turns."""
+        return multiply(self.packed, x, self._multiprocessors)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] of the weight -> [T, in]."""
@@ -68,6 +79,7 @@ class CudaKernels(TorchKernels):
             self._multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._seen = Seen()
         self._graphs: Graphs | None = None
+        self._times: KernelTimes | None = None
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Lay out a packed weight [out, in]; a plain one is kept, and is never wide."""
@@ -80,6 +92,19 @@ class CudaKernels(TorchKernels):
         if weight.format == "none":
             return super().gated_linear(weight, bias, gate)
         return PackedLinear((weight, bias), gate, self._multiprocessors)
+
+    def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
+        """See Kernels."""
+        if isinstance(product, ReferenceGatedLinear):
+            return AdaptedLinear(product.linear, spec, rows, product.through)
+        if not isinstance(product, PackedLinear) or (gate := product.gate) is None:
+            return AdaptedLinear(product, spec, rows)
+
+        def through(by_turns: Tensor) -> Tensor:
+            return self.apply_gate(by_turns.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1), gate)
+
+        order = torch.arange(len(spec.part_of), device=spec.device).view(2, -1).T.flatten()
+        return AdaptedLinear(product.ungated, spec, rows, through, order)
 
     def mixture(
         self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU
@@ -100,6 +125,20 @@ class CudaKernels(TorchKernels):
     def routing_counts(self) -> RoutingCounts:
         """The counts of all mixtures of these kernels so far."""
         return self._seen.counts()
+
+    def timed(self, wanted: bool | None) -> list[KernelTime]:
+        """See Kernels."""
+        if wanted and self._times is None:
+            from headway.kernels.cuda.times import KernelTimes  # torch's profiler is large
+
+            self._times = KernelTimes()
+        if self._times is None:
+            return []
+        if wanted is False:
+            self._times.stop()
+            self._times = None
+            return []
+        return self._times.taken()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D], strided along T and H or not."""

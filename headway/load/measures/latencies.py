@@ -31,6 +31,7 @@ class Latencies:
         e2el_ms: the time from the send to the last token, or the end of an answer without tokens.
         tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
         output_tokens: their number by the server's `usage`, else by chunks.
+        steps: the server's steps with a part of it, by Headway's `timings`, else by chunks.
         itl_ms: shape (gaps,), the gaps between chunks that brought tokens, of all requests.
         itl_request: shape (gaps,), the position in `records` that each gap belongs to.
     """
@@ -41,6 +42,7 @@ class Latencies:
     e2el_ms: Floats
     tpot_ms: Floats
     output_tokens: Integers
+    steps: Integers
     itl_ms: Floats
     itl_request: Integers
 
@@ -66,6 +68,7 @@ class Latencies:
             e2el_ms=(last - sent) / NS_PER_MS,
             tpot_ms=tpot_ms,
             output_tokens=tokens,
+            steps=_integers(completed, steps_of),
             itl_ms=itl_ms,
             itl_request=itl_request,
         )
@@ -92,6 +95,12 @@ class Latencies:
             "e2el_ms": self.e2el(since),
             "normalized_latency_ms": self.normalized(since),
         }
+
+
+def steps_of(record: RequestRecord) -> int:
+    """How many steps of the server an answer took: those of its prompt and its tokens; without its word, chunks."""
+    told = (record.timings or {}).get("steps")
+    return told if type(told) is int and told > 0 else len(record.chunk_ns)
 
 
 def chunk_times(records: Iterable[RequestRecord]) -> Integers:

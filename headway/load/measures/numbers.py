@@ -104,8 +104,13 @@ class Summary:
         rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
             max_concurrent_requests, mean_concurrent_requests.
         tokens: prompt, output, cached; and "chunks".
+        answers: "output_tokens" and "steps" of an answer; empty where nothing was generated.
+        ended_by: how many answers ended for each finish_reason.
         attainment: None where no objective was given.
         cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
+        tps: tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
+        first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
+            with reasoning; None where none does.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -121,9 +126,13 @@ class Summary:
     tokens: dict[str, int]
     resent: int = 0
     cancelled: int = 0
+    answers: dict[str, Distribution] = field(default_factory=dict)
+    ended_by: dict[str, int] = field(default_factory=dict)
     attainment: Attainment | None = None
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None
+    tps: Distribution | None = None
+    first_answer_ms: Distribution | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,13 @@ WHOLE_RUN = "whole run"
 STEADY_STATE = "steady state"
 PROBE_STREAM = "probe stream"
 PARTS = {"class_name": "class ", "tenant": "tenant "}  # what a run is divided by, and how such views are called
+LENGTHS = "prompts of "  # how views of requests by the length of their prompts begin
+BANDS = 4  # of prompt lengths, with as many requests each as equal lengths allow
+LEAST_IN_BANDS = 40  # requests; of fewer, a band would say nothing
+OF_TPS, OF_FIRST_ANSWERS = (10.0, 50.0, 90.0), (50.0, 90.0, 99.0)
+
+
+Part = Callable[[RequestRecord], bool]
 
 
 def summarise_all(
@@ -34,8 +42,8 @@ def summarise_all(
     objectives_by_class: Mapping[str, Objectives] | None = None,
     price_per_hour: float | None = None,
 ) -> list[Summary]:
-    """The whole run first, then its steady state where there is one, then each class and each tenant by name, over the
-    whole run, and at last the probes, which are in none of these.
+    """The whole run first, then its steady state where there is one, then each class and each tenant by name, and
+    requests by the length of their prompts, over the whole run, and at last the probes, which are in none of these.
 
     Without a steady state the first summary's notes say why. Arguments are those of `summarise`.
     """
@@ -54,11 +62,38 @@ def summarise_all(
         whole.notes.append(f"no steady state: {steady.reason}")
     for kind in PARTS:
         names = sorted({getattr(record, kind) for record in result.records} - {""})
-        summaries += [summarise(result, name=PARTS[kind] + name, part={kind: name}, **options) for name in names]
+        parts = [(PARTS[kind] + name, partial(_is_of, kind, name)) for name in names]
+        summaries += [summarise(result, name=name, part=part, **options) for name, part in parts]
+    for low, high in length_bands(result.records):
+        part = partial(_is_between, low, high)
+        summaries.append(summarise(result, name=f"{LENGTHS}{low:,} to {high:,}", part=part, **options))
     if result.probes:
         beside = replace(result, records=result.probes)
-        summaries.append(summarise(beside, name=PROBE_STREAM, part={"class_name": ""}, percentiles=percentiles))
+        part = partial(_is_of, "class_name", "")
+        summaries.append(summarise(beside, name=PROBE_STREAM, part=part, percentiles=percentiles))
     return summaries
+
+
+def _is_of(kind: str, name: str, record: RequestRecord) -> bool:
+    return bool(getattr(record, kind) == name)
+
+
+def _is_between(low: int, high: int, record: RequestRecord) -> bool:
+    return low <= prompt_tokens(record) <= high
+
+
+def length_bands(records: Sequence[RequestRecord]) -> list[tuple[int, int]]:
+    """The shortest and longest prompt, in tokens, of each of up to BANDS groups that have about as many requests.
+
+    There are none where lengths do not differ, or of fewer than LEAST_IN_BANDS requests.
+    """
+    lengths = np.sort([prompt_tokens(record) for record in records])
+    if len(lengths) < LEAST_IN_BANDS or lengths[0] == lengths[-1]:
+        return []
+    edges = np.unique(np.quantile(lengths, np.arange(1, BANDS) / BANDS, method="higher"))
+    groups = np.split(lengths, np.unique(np.searchsorted(lengths, edges, side="right")))
+    bands = [(int(group[0]), int(group[-1])) for group in groups if len(group)]
+    return bands if len(bands) > 1 else []
 
 
 def summarise(
@@ -66,7 +101,7 @@ def summarise(
     *,
     name: str = WHOLE_RUN,
     window: Window | None = None,
-    part: Mapping[str, str] | None = None,
+    part: Part | None = None,
     percentiles: Sequence[float] = PERCENTILES,
     objectives: Objectives | None = None,
     objectives_by_class: Mapping[str, Objectives] | None = None,
@@ -77,7 +112,7 @@ def summarise(
     Args:
         window: latencies, failures and attainment of the requests that were due in it, rates of what came in it. None,
             or a window that was not found, is the whole run.
-        part: only requests with this class_name or tenant count; None is all.
+        part: only requests of which it holds count; None is all.
         percentiles: 0 < p < 100, of every distribution.
         objectives, objectives_by_class: in ms, see `slo.attainment`.
         price_per_hour: the price of the machine. There is no cost of a part: all share the machine.
@@ -107,22 +142,25 @@ def summarise(
         tokens=tokens,
         resent=sum(record.resent > 0 for record in records),
         cancelled=sum(record.cancelled for record in records),
+        answers=_answers(latencies, percentiles),
+        ended_by=dict(Counter(record.finish_reason or "unknown" for record in latencies.records)),
         attainment=attainment(
             records, objectives, duration_s=(ended_ns - began_ns) / 1e9, by_class=objectives_by_class
         ),
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
+        tps=_tps(latencies),
+        first_answer_ms=_first_answer(latencies),
         tokens_per_joule=tokens["output"] / joules if joules else None,
         notes=_notes(result, records, latencies),
     )
 
 
 def _records_and_rates(
-    result: RunResult, part: Mapping[str, str] | None, began_ns: int, ended_ns: int, windowed: bool
+    result: RunResult, part: Part | None, began_ns: int, ended_ns: int, windowed: bool
 ) -> tuple[list[RequestRecord], dict[str, float]]:
     """The records of a part that were due in the window, and the rates of all of it that came in the window."""
-    of_part = (part or {}).items()
-    records = [record for record in result.records if all(getattr(record, key) == name for key, name in of_part)]
+    records = [record for record in result.records if part is None or part(record)]
     if not windowed:
         return records, whole_run_rates(records, began_ns, ended_ns)
     due = [record for record in records if began_ns <= record.scheduled_ns < ended_ns]
@@ -151,9 +189,28 @@ def _distributions(
     return with_client(distributions, client, since, tokens)
 
 
+def _tps(latencies: Latencies) -> Distribution | None:
+    """Tokens a second of each request after its first: the inverse of its TPOT (document 001, chapter 4)."""
+    tpot_ms = latencies.tpot_ms[~np.isnan(latencies.tpot_ms)]
+    return distribution(1000 / tpot_ms, OF_TPS) if len(tpot_ms) else None
+
+
+def _first_answer(latencies: Latencies) -> Distribution | None:
+    """Milliseconds from the send to the first chunk after the reasoning, of requests that had any."""
+    found = [(record.answer_ns - record.sent_ns) / 1e6 for record in latencies.records if record.answer_ns]
+    return distribution(np.array(found), OF_FIRST_ANSWERS) if found else None
+
+
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
     lengths = phase_lengths(latencies.records)
     return {phase: distribution(each, percentiles) for phase, each in lengths.items()}
+
+
+def _answers(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
+    if not latencies.output_tokens.any():
+        return {}
+    found = {"output_tokens": latencies.output_tokens, "steps": latencies.steps}
+    return {name: distribution(values.astype(float), percentiles) for name, values in found.items()}
 
 
 def _tokens(completed: Sequence[RequestRecord]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from headway.load.errors import BenchError
 
 SHOWN_CHARS = 200
+HUB = "hf:"  # the first part of the path of a file of a Hugging Face dataset, hf://OWNER/NAME/FILE
 
 
 def wrong(path: Path, line: int, what: str, expected: str) -> BenchError:
@@ -15,6 +16,49 @@ def wrong(path: Path, line: int, what: str, expected: str) -> BenchError:
     what = " ".join(what.split())
     shown = what if len(what) <= SHOWN_CHARS else f"{what[:SHOWN_CHARS]}..."
     return BenchError(f"{path}, line {line}: {shown}; {expected}")
+
+
+def is_of_hub(path: Path) -> bool:
+    """Whether it is a file of a Hugging Face dataset, hf://OWNER/NAME/FILE."""
+    return path.parts[:1] == (HUB,)
+
+
+def local_file(path: Path) -> Path:
+    """The file on this machine: itself, or that of a Hugging Face dataset, from the cache or downloaded into it.
+
+    Raises:
+        BenchError: the hub does not have it, or cannot be reached.
+    """
+    if not is_of_hub(path):
+        return path
+    parts = path.parts[1:]
+    if len(parts) < 3:
+        raise BenchError(f"the dataset {path} names no file; write hf://OWNER/NAME/FILE, such as hf://a/b/data.jsonl")
+    owner, name, file = parts[0], parts[1], "/".join(parts[2:])
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub import logging as hub_logging
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    hub_logging.set_verbosity_error()  # it would say of each attempt that it failed
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+    except GatedRepoError:
+        problem = "is gated on the Hugging Face hub; accept its terms there and set HF_TOKEN"
+    except LocalEntryNotFoundError:
+        problem = "is not in the local cache, and the Hugging Face hub cannot be reached; give a local file"
+    except EntryNotFoundError:
+        problem = f"has no file {file}; look at its files on the Hugging Face hub"
+    except RepositoryNotFoundError:
+        problem = "is not on the Hugging Face hub; check the name, or set HF_TOKEN"
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        first = (str(error).strip().splitlines() or ["no details"])[0]
+        problem = f"cannot be downloaded ({type(error).__name__}: {first}); give a local file"
+    raise BenchError(f"the dataset {owner}/{name} {problem}")
 
 
 def read_text(path: Path) -> str:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+DRAWS = 16_384  # by which the mean and the longest of a batch are found
+
+
 class Distribution(Protocol):
     """A distribution of lengths or times."""
 
@@ -38,6 +41,30 @@ class Distribution(Protocol):
 def tokens(distribution: Distribution, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Whole numbers of 1 or more drawn from `distribution`, of shape [count]."""
     return distribution.values(count, rng).round().clip(1).astype("int64")
+
+
+def sorted_tokens(distribution: Distribution) -> NDArray[np.int64]:
+    """Draws in ascending order, the same in every run, of shape [DRAWS]: what a distribution comes to when clipped."""
+    import numpy as np
+
+    return np.sort(tokens(distribution, DRAWS, np.random.default_rng(0)))
+
+
+def mean_tokens(distribution: Distribution) -> int:
+    """The mean length in whole tokens, after clipping."""
+    return max(1, round(float(sorted_tokens(distribution).mean())))
+
+
+def longest_tokens(distribution: Distribution, count: int) -> float:
+    """The mean length of the longest of `count` draws.
+
+    Of the draws x_1 <= ... <= x_n, x_i is the longest with probability (i/n)^count - ((i-1)/n)^count.
+    """
+    import numpy as np
+
+    drawn = sorted_tokens(distribution)
+    below = (np.arange(DRAWS + 1) / DRAWS) ** count
+    return float((drawn * np.diff(below)).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headway.load.errors import BenchError
 from headway.load.workload.datasets import Dataset
+from headway.load.workload.files import local_file
 from headway.load.workload.lengths import Distribution, Fixed, Uniform, parse_range_ratio
 from headway.load.workload.prompts import TokenSource
 from headway.load.workload.spec import DATASET_FIELDS, DatasetOptions, flag
@@ -115,7 +116,7 @@ def _multi_turn(options: DatasetOptions, source: TokenSource) -> Dataset:
 
 def _path(options: DatasetOptions) -> Path:
     assert options.dataset_path is not None  # make_dataset has looked
-    return Path(options.dataset_path)
+    return local_file(Path(options.dataset_path))
 
 
 def _sharegpt(options: DatasetOptions, source: TokenSource) -> Dataset:

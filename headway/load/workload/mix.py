@@ -35,6 +35,7 @@ from headway.load.errors import BenchError
 from headway.load.option_values import check_objectives
 from headway.load.workload.arrival_flags import Arrival, ArrivalFlags
 from headway.load.workload.arrivals import make_arrival
+from headway.load.workload.files import is_of_hub
 from headway.load.workload.spec import DATASET_FIELDS, DISTRIBUTIONS, DatasetOptions, flag
 from headway.load.workload.spelling import hint
 
@@ -225,7 +226,8 @@ def _options(path: Path, where: str, given: Mapping[str, Any]) -> DatasetOptions
         if key in DISTRIBUTIONS:
             values[key] = _named(f"{where}, {key}", DISTRIBUTIONS[key], value)
         elif key == "dataset_path":
-            values[key] = path.parent / _typed(where, given, key, str, "")
+            file = Path(_typed(where, given, key, str, ""))
+            values[key] = file if is_of_hub(file) else path.parent / file
         elif key == "random_range_ratio":
             values[key] = value
         else:

@@ -40,7 +40,9 @@ class DatasetOptions:
         str,
         _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.", common=True),
     ] = "random"
-    dataset_path: Annotated[Path | None, _workload("File of the dataset.", common=True)] = None
+    dataset_path: Annotated[
+        Path | None, _workload("File of the dataset, or hf://OWNER/NAME/FILE of the Hugging Face hub.", common=True)
+    ] = None
     input_len: Annotated[
         Distribution | None,
         _workload(

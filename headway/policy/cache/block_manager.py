@@ -299,6 +299,16 @@ class BlockManager:
         self.release(sequence)
         sequence.swapped = swapped
 
+    def hand_over(self, sequence: Sequence) -> Swapped | None:
+        """Have the host keep a copy of what was computed of a prompt, for another engine; None where it cannot."""
+        return None if self._swapping is None else self._swapping.hand_over(sequence)
+
+    def host_blocks_for(self, computed: int) -> int:
+        """How many blocks another engine hands over of a prompt with so many computed tokens."""
+        size, end = self._blocks.block_size, self._blocks.blocks_for(computed)
+        firsts = [(group.first(computed, size), group.sinks) for group in self._blocks.index.groups]
+        return sum(end - first + (sinks if first else 0) for first, sinks in firsts)
+
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks, those on the host too; the sequence has nothing computed any more.
 

@@ -68,6 +68,7 @@ class PoolSize:
     Args:
         max_num_seqs: sequences that may run, where each has a state; None: as many as are configured.
         checkpoints: slots for states of known prefixes; None for a model without recurrent layers.
+        draft_states: slots for the states before drafts.
         groups: KV cache groups; empty where all layers see all tokens.
     """
 
@@ -76,6 +77,7 @@ class PoolSize:
     max_num_seqs: int | None = None
     checkpoints: int | None = None
     groups: tuple[KVCacheGroup, ...] = ()
+    draft_states: int = 0
 
 
 def pool_size(
@@ -89,6 +91,7 @@ def pool_size(
     keep_checkpoints: bool = True,
     groups: tuple[KVCacheGroup, ...] = (),
     larger: str = "--kv-cache-memory",
+    draft_states: int = 0,
 ) -> PoolSize:
     """The size of the pool: as many blocks as `pool_bytes` hold, but no more than all sequences of full length need.
 
@@ -103,30 +106,35 @@ def pool_size(
         keep_checkpoints: whether prefixes are shared, for which checkpoints are kept.
         groups: KV cache groups. Their pool has a block more, which stays empty.
         larger: options that make the pool larger, as named in an error.
+        draft_states: states before drafts that there must be room for besides, if there are states.
 
     Raises:
         ValueError: one such sequence does not fit; the message says what to change.
     """
     seats = checkpoints = None
     if state_bytes:
-        slots = min((1 + 2 * keep_checkpoints) * max_num_seqs, pool_bytes // 2 // state_bytes)
+        held = pool_bytes // 2 // state_bytes
+        slots = min((1 + 2 * keep_checkpoints) * max_num_seqs, max(0, held - draft_states))
         seats = min(max_num_seqs, -(-slots // (1 + keep_checkpoints)))
         checkpoints = slots - seats
-        pool_bytes -= slots * state_bytes
         if not seats:
+            beside = f", {draft_states} more are for drafts" if draft_states else ""
             raise ValueError(
-                f"the state of one sequence takes {state_bytes / 2**20:.0f} MiB, and all of them half of the pool's "
-                f"{pool_bytes / 2**20:.0f} MiB at most; raise {larger}"
+                f"the state of one sequence takes {state_bytes / 2**20:.0f} MiB{beside}, and all of them half of the "
+                f"pool's {pool_bytes / 2**20:.0f} MiB at most; raise {larger}"
             )
+        pool_bytes -= (slots + draft_states) * state_bytes
         max_num_seqs = seats
+    else:
+        draft_states = 0
     runs = -(-max_model_len // block_size)
     blocks_of_one = most_blocks(groups, runs)
     num_blocks = min(max_num_seqs * blocks_of_one + 1, max(0, pool_bytes // block_bytes - bool(groups)))
     if blocks_of_one <= num_blocks:
-        return PoolSize(num_blocks, max_model_len, seats, checkpoints, groups)
+        return PoolSize(num_blocks, max_model_len, seats, checkpoints, groups, draft_states)
     fits = block_size * (bisect.bisect_right(range(runs), num_blocks, key=partial(most_blocks, groups)) - 1)
     if may_shrink and fits >= 2:
-        return PoolSize(num_blocks, fits, seats, checkpoints, groups)
+        return PoolSize(num_blocks, fits, seats, checkpoints, groups, draft_states)
     raise ValueError(
         f"one sequence of {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB of KV cache, the "
         f"pool has {num_blocks * block_bytes / 2**20:.0f} MiB; raise {larger}, or lower --max-model-len"

@@ -10,6 +10,9 @@ from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.step.plan import ScheduledSequence
 from headway.policy.step.request import Sequence
 
+# Most drafts of a step for a model with states: each takes a slot for the state before it, so that it can be refused.
+MOST_DRAFTS = 16
+
 
 def plan_keeps(blocks: KVBlocks, sequence: Sequence, nodes: list[int]) -> None:
     """Note behind which tokens of an admitted sequence its state, or what windows see, is to be kept.
@@ -50,6 +53,11 @@ class KeptStates:
                 if slot is not None:
                     item.keeps = (*item.keeps, Checkpoint(tokens, slot))
 
+    def most_drafts(self, start: int) -> int:
+        """How many drafts may follow the token at a position, so that no state which is to be kept is passed."""
+        spacing = self._checkpoints.spacing
+        return spacing - 1 - start % spacing if self._blocks.enable_prefix_caching else MOST_DRAFTS
+
     def roll(self, sequence: Sequence, tokens: int) -> int | None:
         """A slot for the state of a decoding sequence behind its first `tokens`; None where it is not to be kept."""
         if not self._blocks.enable_prefix_caching or tokens % self._checkpoints.spacing:
@@ -66,6 +74,8 @@ class KeptStates:
         blocks = self._blocks
         self._let_go(sequence)
         for kept in item.keeps:
+            if kept.tokens > sequence.num_computed:  # behind a draft that was refused
+                continue
             if kept.tokens == sequence.num_computed and kept.tokens not in sequence.keeps_at:
                 self.rolled(sequence, kept.slot)
                 continue

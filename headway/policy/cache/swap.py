@@ -4,6 +4,8 @@ A preempted sequence loses its blocks. Either it computes their tokens again whe
 out to host memory and back in, where that is predicted to take less time. Blocks at its beginning that other sequences
 use as well stay in the pool: they are not swapped out, and are found again by the prefix index. Where they were evicted
 meanwhile, the tokens are computed again after all.
+
+The same memory has what passes between two engines: a prompt that one has computed for another, and one that has come.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class HostPool:
 
     Attributes:
         swaps: copies that are decided and in no plan yet.
+        lent: what another engine is to fetch, and what is being fetched from one, by the key of its handle.
         stored: host blocks whose copies are kept elsewhere by now; others append to it, from any thread.
         counts: since the start. Tokens swapped `out` and `in`; decisions to `swap`, to `recompute`, and to recompute as
             the host was `full`; and the nanoseconds that were predicted for all of these, `recompute_ns` and `copy_ns`.
@@ -88,6 +91,7 @@ class HostPool:
         self.stored: deque[int] = deque()
         self._staged: set[int] = set()  # host blocks that hold what is on its way to be kept elsewhere
         self.swaps: list[BlockSwap] = []
+        self.lent: dict[str, Swapped] = {}
         self.counts: Counter[str] = Counter()
         self._step_time = step_time
         self._free = list(range(space.num_blocks - 1, -1, -1))
@@ -130,6 +134,12 @@ class HostPool:
         self.counts["out"] += computed - start
         return Swapped(first, computed, host_blocks)
 
+    def take(self, count: int, computed: int) -> Swapped | None:
+        """Host blocks for all blocks of a prompt's first `computed` tokens; None where too few are free."""
+        if not 0 < count <= len(self._free):
+            return None
+        return Swapped(0, computed, [self._free.pop() for _ in range(count)])
+
     def swap_in(self, host_blocks: list[int], blocks: list[int], tokens: int) -> None:
         """Copy `tokens` back from host blocks to these."""
         self.swaps.append(BlockSwap(False, blocks, host_blocks))
@@ -166,7 +176,8 @@ class HostPool:
         Raises:
             RuntimeError: some are lost or held twice.
         """
-        blocks = [block for each in held if each is not None for block in each.host_blocks]
+        everyone = [*held, *self.lent.values()]
+        blocks = [block for each in everyone if each is not None for block in each.host_blocks]
         blocks += [*self._free, *self._staged]
         if sorted(blocks) != list(range(self.space.num_blocks)):
             raise RuntimeError(f"of {self.space.num_blocks} host blocks {len(set(blocks))} are free or held once")

@@ -1,10 +1,13 @@
-"""What of a sequence's block tables goes to host memory when it is preempted, and comes back (`swap`)."""
+"""What of a sequence's block tables goes to host memory when it is preempted, and comes back (`swap`).
+
+A prompt that another engine has computed comes back in the same way, as if it had been preempted here.
+"""
 
 from __future__ import annotations
 
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.prefix_index import PrefixMatch
-from headway.policy.cache.swap import HostPool, Swapped
+from headway.policy.cache.swap import BlockSwap, HostPool, Swapped
 from headway.policy.step.request import BlockTable, Sequence
 
 
@@ -76,6 +79,15 @@ class Swapping:
             default=0,
         )
         self._host.swap_in(host_blocks, wanted, swapped.computed - found * self._blocks.block_size)
+
+    def hand_over(self, sequence: Sequence) -> Swapped | None:
+        """Have the host take what another engine needs to compute the last token of a prompt; None where it is full."""
+        sequence.num_computed = sequence.prompt_len - 1
+        held = [block for part in self._parts(sequence, [0] * len(sequence.tables)) for block in part]
+        taken = self._host.take(len(held), sequence.num_computed)
+        if taken is not None:
+            self._host.swaps.append(BlockSwap(True, held, taken.host_blocks))
+        return taken
 
     def free(self, sequence: Sequence) -> None:
         """Give back what the host holds of a sequence."""

@@ -17,6 +17,7 @@ from headway.policy.step.step_time import StepTimeModel, StepWork
 BLOCK_TOKENS, MOST_BLOCKS = 64, 1024
 # Answers of a backend from all of which its times are learnt, and of later ones every so many: it takes some 40 us.
 LEARNT_ALL, LEARNT_EVERY = 256, 8
+RECEIVED_GAIN = 0.1  # the share of the latest prompt that was handed over in what the next one is expected to take
 # Blocks that are remembered of what a backend was sent: four million tokens, in some 10 MB.
 REMEMBERED_BLOCKS = 2**16
 
@@ -118,6 +119,7 @@ class Backend:
         labels: what its operator says of it, such as its accelerator.
         share: share of its weight that it is to have now, above 0 to 1.
         ttft: learns the time to first token of its answers, as that of a step which computes all prompts that wait.
+        received_ns: the time to first token of late, where another server had computed the prompt.
     """
 
     name: str
@@ -127,6 +129,7 @@ class Backend:
     share: float = 1.0
     prefixes: Prefixes = field(default_factory=Prefixes)
     ttft: StepTimeModel = field(default_factory=StepTimeModel)
+    received_ns: float = 0.0
     _answers: int = 0
 
     @property
@@ -156,6 +159,11 @@ class Backend:
         self._answers += 1
         if self._answers <= LEARNT_ALL or not self._answers % LEARNT_EVERY:
             self.ttft.observe(work, ttft_ns)
+
+    def received(self, ttft_ns: int) -> None:
+        """Learn from the first token of a request whose prompt another server had computed."""
+        known = self.received_ns or ttft_ns
+        self.received_ns = known + RECEIVED_GAIN * (ttft_ns - known)
 
     def predicted_ttft_ns(self, ask: Ask) -> float:
         """Nanoseconds until the first token of a request, if it were sent there; 0 while too few were measured."""

@@ -125,11 +125,11 @@ class Slack(Scorer):
     learns = True
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        due_ns = ask.ttft_ms * 1e6
+        due_ns = max(0.0, ask.ttft_ms * 1e6)
         if due_ns == math.inf:
             return [1.0] * len(backends)
         predicted = [each.predicted_ttft_ns(ask) for each in backends]
-        return [1.0 if ns <= due_ns else max(0.0, due_ns) / ns for ns in predicted]
+        return [1.0 if ns <= due_ns else due_ns / ns for ns in predicted]
 
 
 class ClassAware(Scorer):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from headway.policy.fleet.backend import Ask, Backend
+
+# First tokens of so many seconds are judged together, of at least so many requests. A fleet is short of replicas too
+# where the quickest one should need more than so much of the objective for the next request.
+JUDGED_S, JUDGED_LEAST, MOST_OF_OBJECTIVE = 30.0, 5, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +50,50 @@ class Scaler:
         self.rule = rule
         self._needed: deque[tuple[int, int]] = deque()  # when, and how many; falling
 
-    def wanted(self, choices: int, now: int) -> int:
-        """How many replicas are wanted for so many choices in all; to be asked in order of `now`, in nanoseconds."""
+    def wanted(self, choices: int, now: int, least: int = 0) -> int:
+        """How many replicas are wanted for so many choices in all; to be asked in order of `now`, in nanoseconds.
+
+        Args:
+            least: how many are needed for another reason.
+        """
         rule, needed = self.rule, self._needed
-        count = min(max(math.ceil(choices / rule.choices), rule.least), rule.most)
+        count = min(max(math.ceil(choices / rule.choices), rule.least, least), rule.most)
         while needed and needed[-1][1] <= count:
             needed.pop()
         needed.append((now, count))
         while needed[0][0] < now - rule.down_after_s * 1e9:
             needed.popleft()
         return needed[0][1]
+
+
+class Promises:
+    """How first tokens of a fleet keep their objectives, and whether the next one should.
+
+    Args:
+        attainment: the share, 0 to 1, that is to be in time.
+    """
+
+    def __init__(self, attainment: float) -> None:
+        self._attainment = attainment
+        self._judged: deque[tuple[int, bool]] = deque()
+        self._latest: tuple[Ask, float] | None = None  # a request with an objective, in milliseconds
+
+    def first_token(self, ask: Ask, objective_ms: float, took_ms: float, now: int) -> None:
+        """Note a request that had its first token; without an objective it does not count."""
+        if objective_ms < math.inf:
+            self._judged.append((now, took_ms <= objective_ms))
+            self._latest = ask, objective_ms
+
+    def are_missed(self, backends: Sequence[Backend], now: int) -> bool:
+        """Whether too many first tokens were late of late, or that of a request like the latest would be."""
+        judged = self._judged
+        while judged and judged[0][0] < now - JUDGED_S * 1e9:
+            judged.popleft()
+        kept = sum(in_time for _, in_time in judged)
+        if len(judged) >= JUDGED_LEAST and kept < self._attainment * len(judged):
+            return True
+        if self._latest is None or not judged or not backends:
+            return False
+        ask, objective_ms = self._latest
+        predicted = min(each.predicted_ttft_ns(ask) for each in backends)
+        return predicted > MOST_OF_OBJECTIVE * objective_ms * 1e6

@@ -66,6 +66,19 @@ class Accounting:
         if sequence.output_len == 0:
             self.begin_waiting(sequence, now)
 
+    def begin_lacking(self, sequence: Sequence, now: int) -> None:
+        """A waiting sequence lacks a slot for its adapter from now on, and leaves the clock of those that wait."""
+        if sequence.clock_marks is not None:
+            self._queue.mark(self.queue_reason, now)
+            sequence.ledger.mark_parts(self._queue.phases_ns, sequence.clock_marks)
+            sequence.clock_marks = None
+
+    def end_lacking(self, sequence: Sequence, now: int) -> None:
+        """There is a slot for it, and it waits like others."""
+        if sequence.output_len == 0:
+            sequence.ledger.mark(Phase.QUEUE_ADAPTER, now)
+            self.begin_waiting(sequence, now)
+
     def leave(self, sequence: Sequence, now: int) -> None:
         """A waiting sequence is admitted, or one has ended: bring its ledger to `now`, whichever clock it was on."""
         marks, sequence.clock_marks = sequence.clock_marks, None
@@ -73,6 +86,8 @@ class Accounting:
             if marks is not None:
                 self._queue.mark(self.queue_reason, now)
                 sequence.ledger.mark_parts(self._queue.phases_ns, marks)
+            elif sequence.slot_wanted_since >= 0 and sequence.output_len == 0:
+                sequence.ledger.mark(Phase.QUEUE_ADAPTER, now)
             elif sequence.preemptions:
                 self._stall(sequence, Phase.DECODE_STALL_PREEMPTED, now)
         elif marks is not None:
@@ -94,6 +109,8 @@ class Accounting:
             found.mark_parts((self._queue if waits else self._decode).phases_ns, marks)
         if waits:
             phase = self.queue_reason if marks is not None else Phase.DECODE_STALL_PREEMPTED
+            if sequence.slot_wanted_since >= 0 and sequence.output_len == 0:
+                phase = Phase.QUEUE_ADAPTER
             found.mark(phase, now)
             return phase, found.phases_ns
         found.mark(Phase.SCHEDULE, now)

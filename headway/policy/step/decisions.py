@@ -19,6 +19,7 @@ class Decision:
         planned_ns: when it was decided.
         decoding, prompt_tokens: what was put in it.
         waiting, running: how many there were afterwards.
+        told: those of whom the executor hears in this step, by the numbers of their sequences.
         queue: why the others still wait, as the ledger's phase.
         slack_ns, tightest: the time until the next promised token is due, and whose it is; infinite and empty for none.
         urgent: the prompt for which others were held back.
@@ -45,6 +46,7 @@ class Decision:
     left_out: int = 0
     window_ns: int = 0
     admitted: list[str] = field(default_factory=list)
+    told: dict[int, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     yielded: list[tuple[str, str]] = field(default_factory=list)
     gave_back: list[tuple[str, str]] = field(default_factory=list)

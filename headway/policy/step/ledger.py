@@ -19,10 +19,12 @@ class Phase(StrEnum):
     TOKENIZE = "tokenize"  # chat template and tokenizer
     # engine process
     TRANSPORT = "transport"  # between the processes, in either direction
+    KV_TRANSFER = "kv_transfer"  # keys and values on their way from the server that has computed the prompt
     QUEUE_POLICY = "queue_policy"  # waiting: others go first by priority or objective, or the first choice
     QUEUE_CAPACITY = "queue_capacity"  # waiting: max_num_seqs or the step's token budget is used up
     QUEUE_BLOCKS = "queue_blocks"  # waiting: not enough free KV blocks
     QUEUE_WINDOW = "queue_window"  # waiting: an idle engine waits for more requests
+    QUEUE_ADAPTER = "queue_adapter"  # waiting: for a slot for its adapter, and until that is loaded
     SCHEDULE = "schedule"  # bookkeeping between steps
     PREFILL_COMPUTE = "prefill_compute"
     PREFILL_STALL = "prefill_stall"  # in the batch, waiting on others' work or for its next chunk
@@ -43,15 +45,19 @@ class Phase(StrEnum):
     ROUTE = "route"  # choosing a backend and connecting to it, and attempts that gave nothing
     NETWORK = "network"  # on the way to the backend and back
     BACKEND = "backend"  # in a backend that does not tell its phases, and on the way there and back
-    # a simulated fleet, in which prompts are computed on servers of their own
-    KV_TRANSFER = "kv_transfer"  # keys and values on their way to the server that decodes
     # API process, after the engine
     DETOKENIZE = "detokenize"
     SEND = "send"
     SEND_BLOCKED = "send_blocked"  # the client did not read
 
 
-QUEUE_PHASES = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW)
+QUEUE_PHASES = (
+    Phase.QUEUE_POLICY,
+    Phase.QUEUE_CAPACITY,
+    Phase.QUEUE_BLOCKS,
+    Phase.QUEUE_WINDOW,
+    Phase.QUEUE_ADAPTER,
+)
 DECODE_STALLS = (
     Phase.DECODE_STALL_PREFILL,
     Phase.DECODE_STALL_LOGPROBS,

@@ -73,6 +73,11 @@ class SchedulingOptions:
         float | None, _engine("Seconds that a request may wait in the queue; then 503. Default: no limit.")
     ] = None
 
+    @property
+    def lora_slots(self) -> int:
+        """Slots for adapters; 0 where none are served."""
+        return 0
+
     def scheduler(
         self,
         device: str,
@@ -99,6 +104,7 @@ class SchedulingOptions:
             watermark=self.watermark,
             weights=self.weights,
             swap=swap,
+            max_loras=self.lora_slots,
         )
         caching, share = self.enable_prefix_caching, self.protected_kv
         return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints, pool.groups))

@@ -31,6 +31,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
         checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
         further_tables: block tables in further groups. Where a window has passed, tables have PASSED.
         pooling: the vector that is wanted of its prompt, in place of tokens.
+        slot: the slot of its adapter; -1: it has none.
     """
 
     seq_id: int
@@ -43,6 +44,7 @@ class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
     checkpoint: int = -1
     further_tables: list[list[int]] = []
     pooling: PoolingParams | None = None
+    slot: int = -1
 
     @property
     def block_tables(self) -> list[list[int]]:
@@ -73,6 +75,7 @@ def state_of(sequence: Sequence) -> SequenceState:
         sequence.checkpoint,
         tables[1:],
         sequence.pooling,
+        sequence.slot,
     )
 
 
@@ -118,6 +121,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
 
 
 NO_WORK = StepWork()
+UNKNOWN = -1  # in the place of a token that the step before is about to draw
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -170,7 +174,8 @@ def work_of(scheduled: list[ScheduledSequence]) -> StepWork:
                 decode_tokens += drafts
                 decode_context += pairs(item.start + 1, drafts)
         else:
-            prefill_tokens += item.num_tokens
-            prefill_pairs += pairs(item.start, item.num_tokens)
+            tokens = len(item.token_ids)
+            prefill_tokens += tokens
+            prefill_pairs += pairs(item.start, tokens)
             logit_rows += item.logit_rows
     return StepWork(prefill_tokens, decode_tokens, prefill_pairs, decode_context, logit_rows, all_drafts)

@@ -82,6 +82,7 @@ class Arrival(_Record):
         wants_logits: the logits of its prompt are wanted, for prompt_logprobs.
         pins_prompt: its prompt's blocks stay for good.
         pools: how a vector is made of it, in place of tokens; empty where none is.
+        adapter: digest of its adapter; empty for the base model.
     """
 
     now: int
@@ -102,6 +103,7 @@ class Arrival(_Record):
     wants_logits: bool = False
     pins_prompt: bool = False
     pools: str = ""
+    adapter: str = ""
 
 
 class End(_Record):
@@ -135,6 +137,14 @@ class Retry(_Record):
     failed: list[int]
     began: int
     ended: int
+
+
+class AdapterLoaded(_Record):
+    """A load of an adapter, by its digest, has ended. If it could not be had, all that waited for it have ended."""
+
+    now: int
+    adapter: str
+    done: bool = True
 
 
 class Proposal(_Record):
@@ -179,7 +189,7 @@ def _with_infinities(value: Any) -> Any:
     return math.inf if value is None else value
 
 
-Record = RecordedEngine | Arrival | NewClasses | Proposal | Step | End
+Record = RecordedEngine | Arrival | NewClasses | AdapterLoaded | Proposal | Step | End
 Write = Callable[[Record, bool], None]
 
 
@@ -236,12 +246,19 @@ class RecordedScheduler(Scheduler):
             wants_logits=sequence.params.prompt_logprobs is not None,
             pins_prompt=sequence.pins_prompt,
             pools=sequence.pooling.pooling if sequence.pooling is not None else "",
+            adapter=sequence.adapter,
         )
         self._write(arrival)
 
     def abort(self, sequence: Sequence, now: int) -> None:
         super().abort(sequence, now)
         self._write_ends([sequence], now)
+
+    def adapter_loaded(self, adapter: str, now: int, done: bool = True) -> list[Sequence]:
+        failed = super().adapter_loaded(adapter, now, done)
+        self._write(AdapterLoaded(now, adapter, done))
+        self._write_ends(failed, now)
+        return failed
 
     def _write_ends(self, sequences: Iterable[Sequence], now: int) -> None:
         """Write an End for each of these sequences that has finished."""

@@ -10,6 +10,7 @@ import msgspec
 
 from headway.policy.admission.lengths import context_left
 from headway.policy.admission.tenants import DEFAULT_TENANT
+from headway.policy.cache.handle import Handle
 from headway.policy.cache.kv_groups import PASSED
 from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.cache.swap import Swapped
@@ -68,6 +69,9 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     tenant: str = DEFAULT_TENANT  # who it is charged to
     pooling: PoolingParams | None = None  # a vector is wanted of the prompt, and no tokens
     prediction: list[int] = []  # what the answer may say in parts; drafts are found in it
+    hands_over: bool = False  # what is computed of its prompt is kept for another engine, which goes on with it
+    handle: Handle | None = None  # what another engine has computed of its prompt
+    adapter: str = ""  # digest of its adapter; empty for the base model
 
     @property
     def choices(self) -> list[Resumed]:
@@ -161,7 +165,8 @@ class Sequence:
     checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
     keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state, or what windows see, is to be kept
     rolling: int = 0  # node of the last checkpoint that was made while it decodes
-    swapped: Swapped | None = None  # while it waits: what the host holds of it
+    swapped: Swapped | None = None  # while it waits: what the host holds of it; when it hands over, after its end
+    hands_over: bool = False
     named: tuple[int, bytes] = (0, b"")  # how many of its pages have a name for `offload`, and that of the last
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted
@@ -171,6 +176,9 @@ class Sequence:
     is_unreserved: bool = False  # admission had no blocks in mind for all tokens that it computes again
     pooling: PoolingParams | None = None  # of one that ends with its prompt
     prediction: list[int] = field(default_factory=list)  # what its output may say in parts
+    adapter: str = ""  # digest of its adapter; empty for the base model
+    slot: int = -1  # of its adapter, while it runs
+    slot_wanted_since: int = -1  # while it waits and lacks a slot: how many with adapters had been admitted before
     finish_reason: FinishReason | None = None
 
     def __lt__(self, other: Sequence) -> bool:
@@ -273,6 +281,17 @@ def check(request: Request, max_model_len: int, vocab_size: int | None) -> None:
                 raise ValueError(f"{name} has token id {token}; the model's vocabulary has ids 0 to {vocab_size - 1}")
 
 
+def cache_key(salt: str, adapter: str) -> str:
+    """What prefixes must have in common to be shared: a salt, and the digest of an adapter's weights and settings.
+
+    No two pairs have the same key, whatever the salts are. The key of the base model is the salt, unless that begins
+    as keys with adapters do.
+    """
+    if adapter:
+        return f"\0{adapter}\0{salt}"
+    return f"\0\0{salt}" if salt.startswith("\0") else salt
+
+
 def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUILT_IN) -> list[Sequence]:
     """A sequence for each choice that is to be computed; the others share the prompt of the first.
 
@@ -321,12 +340,14 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             rank=rank,
             due_ns=due_ns,
             tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
-            cache_salt=request.cache_salt,
+            cache_salt=cache_key(request.cache_salt, request.adapter),
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,
             pooling=request.pooling,
             prediction=request.prediction,
+            hands_over=request.hands_over,
+            adapter=request.adapter,
         )
         sequence.ledger.began_ns = sequence.ledger.last_ns = request.sent_ns
         sequences.append(sequence)

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from headway.policy.cache.block_manager import BlockManager
 from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import HostPool
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.accounting import Accounting, StepTimes
@@ -101,12 +102,25 @@ class Scheduler:
         if sequence.status is not Status.FINISHED:
             self.sequences.finish(sequence, FinishReason.ABORT, now)
 
+    def adapter_loaded(self, adapter: str, now: int, done: bool = True) -> list[Sequence]:
+        """A load has ended. Where the adapter could not be had, all that wait for it end, and are returned."""
+        slots, failed = self.sequences.slots, list[Sequence]()
+        assert slots is not None, "there is nothing to load without slots"
+        slots.ended(adapter, done)
+        if not done:
+            failed = [sequence for sequence in self.waiting if sequence.adapter == adapter]
+        for sequence in failed:
+            self.sequences.finish(sequence, FinishReason.ERROR, now)
+        return failed
+
     # --- a step -------------------------------------------------------------------------------------
 
     def schedule(self, now: int) -> StepPlan:
         """Decide the next step. The plan is empty when there is nothing to run."""
         step, policy, sequences = self._begin(now), self.policy, self.sequences
         plan = step.plan
+        if sequences.slots is not None and len(sequences.waiting):
+            sequences.slots.settle(sequences.waiting, self.accounting, now)
         policy.prepare(step)
         if plan.wait_until_ns:
             self.accounting.queue_stands_at(Phase.QUEUE_WINDOW, now)
@@ -236,10 +250,14 @@ class Scheduler:
         spare = self.config.max_num_batched_tokens - len(plan.scheduled)
         if len(self.sequences.waiting) or not self.accounting.all_decode(len(self.running)):
             spare -= self.blocks.block_size
-        spare = min(spare, self.policy.most_drafts(work_of(plan.scheduled)))
+        spare, states = min(spare, self.policy.most_drafts(work_of(plan.scheduled))), self.block_manager.states
+        if states is not None:
+            spare = min(spare, MOST_DRAFTS)
         for item in plan.scheduled:
             sequence = self.sequences.by_id[item.seq_id]
             most = min(spare, sequence.max_len - len(sequence.tokens) - 1)
+            if states is not None:
+                most = min(most, states.most_drafts(item.start))
             proposed = drafts.get(item.seq_id, [])[: max(0, most)]
             if proposed and self.block_manager.extend(sequence, 1 + len(proposed), plan):
                 item.token_ids += proposed
@@ -312,6 +330,7 @@ class Scheduler:
                 return Phase.QUEUE_CAPACITY
             if self.block_manager.admit(sequence, policy.spare_for(sequence, sequences.spare)):
                 sequences.start(sequence, step.now)
+                step.decision.admitted.append(sequence.request_id)
                 self._schedule_chunk(sequence, budget, step)
                 for overtaken in passed:
                     overtaken.times_bypassed += 1
@@ -435,11 +454,8 @@ class Scheduler:
     def propose(self, seq_id: int, drafts: list[int]) -> None:
         """Have the next step try these drafts, if the sequence decodes in it.
 
-        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them. So are those of
-        models with recurrent layers, whose states cannot go back behind drafts that were refused.
+        Drafts of a sequence with penalties are dropped: its logits depend on the tokens before them.
         """
-        if self.blocks.checkpoints is not None:
-            return
         sequence = self.sequences.by_id.get(seq_id)
         if sequence is not None and drafts and not sequence.params.penalises:
             self._drafts[seq_id] = drafts
@@ -470,5 +486,5 @@ def _tell(sequence: Sequence, step: Step) -> None:
     """Have the plan say all about a sequence that the executor has not heard of since it was last admitted."""
     if not sequence.in_executor:
         step.plan.new.append(state_of(sequence))
-        step.decision.admitted.append(sequence.request_id)
+        step.decision.told[sequence.seq_id] = sequence.request_id
         sequence.in_executor = True

@@ -31,6 +31,7 @@ class SchedulerConfig:
         weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
         sharing: how prompts and decodes share steps.
         swap: host memory for the KV of preempted sequences.
+        max_loras: slots for adapters; 0 where there are none.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -50,6 +51,7 @@ class SchedulerConfig:
     weights: Mapping[str, float] = field(default_factory=dict)
     swap: SwapSpace = NO_SWAP
     sharing: Sharing = MIXED
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

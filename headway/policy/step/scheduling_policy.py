@@ -33,12 +33,14 @@ class SchedulingPolicy:
         orders: who comes first.
         uses_priority: requests may have a priority.
         lends_blocks: make_room() may preempt somebody although there are blocks for the next tokens.
+        queue_waits_for_seats: while all seats are taken, steps in which all decode go on whoever waits.
         num_windows: how often an idle engine has waited for more requests.
     """
 
     orders = FCFS
     uses_priority = False
     lends_blocks = False
+    queue_waits_for_seats = False
     num_windows = 0
 
     def __init__(
@@ -124,7 +126,7 @@ class SchedulingPolicy:
     def heed(self, planned_ns: int, times: StepTimes) -> None:
         """A step that was decided at `planned_ns` has ended."""
 
-    # --- steps of a simulation that are not scheduled one by one ------------------------------------
+    # --- steps that are not scheduled one by one: on a GPU, and in simulations -----------------------
 
     def is_steady(self, running: Iterable[Sequence]) -> bool:
         """Whether steps in which all of these decode, and nobody waits, go on without the policy."""
@@ -136,6 +138,8 @@ class SchedulingPolicy:
 
 class FcfsPolicy(SchedulingPolicy):
     """First come, first served."""
+
+    queue_waits_for_seats = True
 
     def is_steady(self, running: Iterable[Sequence]) -> bool:
         return True

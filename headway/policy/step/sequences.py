@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from headway.policy.cache.adapters import AdapterSlots
 from headway.policy.cache.block_manager import BlockManager
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.prefix_index import PrefixMatch
@@ -49,6 +50,7 @@ class Sequences(Mapping[int, Sequence]):
         unserved: sequences that have never run and may not wait for ever.
         num_preemptions: how many preemptions there were since the start.
         seats: how many of max_num_seqs those who run have.
+        slots: those of adapters; None without any.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Sequences(Mapping[int, Sequence]):
         self._accounting = accounting
         self._watermark = config.kept_free(blocks.num_blocks)
         self.unserved = Unserved()
+        self.slots = AdapterSlots(config.max_loras, config.max_bypasses) if config.max_loras else None
         self._next_seq_id = 0
         self.waiting = self._queue()
 
@@ -106,11 +109,14 @@ class Sequences(Mapping[int, Sequence]):
             most = max(1, self._config.max_num_seqs - len(self.running)) + self._config.lookahead + 1
         head: list[Sequence] = []
         for sequence in self.waiting:
+            if sequence.slot_wanted_since >= 0:
+                continue
             if sequence.parent is None or not _waits_for_parent(sequence.parent, sequence):
                 head.append(sequence)
                 if len(head) == most:
                     break
         if past := self._policy.past(head, self.waiting):
+            past = [each for each in past if each.slot_wanted_since < 0]
             head += [each for each in past if each.parent is None or not _waits_for_parent(each.parent, each)]
         return head
 
@@ -143,6 +149,8 @@ class Sequences(Mapping[int, Sequence]):
             self.unserved.discard(sequence)
         self.running.add(sequence)
         self.seats += sequence.seats
+        if sequence.adapter and self.slots is not None:
+            self.slots.enter(sequence)
         self._policy.starts(sequence)
         self.waiting.admitted(sequence, self.running)
 
@@ -162,6 +170,8 @@ class Sequences(Mapping[int, Sequence]):
         self._next_seq_id += 1
         self.by_id[fork.seq_id] = fork
         self._policy.arrives(fork, now)
+        if fork.adapter and self.slots is not None:
+            self.slots.enter(fork)
         self._policy.starts(fork)
         self.running.add(fork)
         return fork
@@ -172,6 +182,8 @@ class Sequences(Mapping[int, Sequence]):
         self._policy.leaves(victim, None)
         self.running.remove(victim)
         self.seats -= victim.seats
+        if victim.adapter and self.slots is not None:
+            self.slots.leave(victim)
         self.block_manager.preempt(victim)
         victim.status = Status.WAITING
         victim.preemptions += 1
@@ -189,6 +201,8 @@ class Sequences(Mapping[int, Sequence]):
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self.seats -= sequence.seats
+            if sequence.adapter and self.slots is not None:
+                self.slots.leave(sequence)
         else:
             self.waiting.remove(sequence)
         del self.by_id[sequence.seq_id]
@@ -196,7 +210,11 @@ class Sequences(Mapping[int, Sequence]):
             self.unserved.discard(sequence)
         if sequence.pins_prompt:
             self._pin_prompt(sequence)
+        handed = None
+        if sequence.hands_over and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            handed = self.block_manager.hand_over(sequence)
         self.block_manager.release(sequence)
+        sequence.swapped = handed
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
+HEADS = ("mtp", "eagle3")
+_WITH_MODEL = {
+    "draft_model": "a small model with the same tokenizer",
+    "eagle3": "a head that was trained for the model",
+}
 _LIMITS = {"num_speculative_tokens": 64, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
 _LOOKUP = (None, "ngram", "[ngram]")  # what vLLM's `model` may be where there is no model
 
@@ -19,7 +24,9 @@ class SpeculativeConfig:
     Args:
         method: `ngram`: what followed the last tokens when they stood in the prompt or the output before.
             `draft_model`: what a smaller model says, or what followed before where that is likelier to be right.
-        model: the smaller model: a folder, a bundled name, a Hugging Face id; only for `draft_model`.
+            `mtp`: the same with the head for multi-token prediction that the checkpoint brings; `eagle3`: with a head
+            of a checkpoint of its own.
+        model: the smaller model, or the head: a folder, a bundled name, a Hugging Face id.
         num_speculative_tokens: most drafts behind a token.
         prompt_lookup_min: least tokens that must have stood there before.
         prompt_lookup_max: tokens that are compared; of several places the one with the longest match is taken.
@@ -37,12 +44,11 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
-        if self.method == "draft_model" and (type(self.model) is not str or not self.model.strip()):
-            raise ValueError(
-                f"model is {self.model!r}; method 'draft_model' needs the name of a small model with the same tokenizer"
-            )
-        if self.method == "ngram" and self.model is not None:
-            raise ValueError(f"model is {self.model!r}, but method 'ngram' has none; leave one of them out")
+        needed = _WITH_MODEL.get(self.method)
+        if needed is not None and (type(self.model) is not str or not self.model.strip()):
+            raise ValueError(f"model is {self.model!r}; method {self.method!r} needs the name of {needed}")
+        if needed is None and self.model is not None:
+            raise ValueError(f"model is {self.model!r}, but method {self.method!r} has none; leave one of them out")
         for name, most in _LIMITS.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:

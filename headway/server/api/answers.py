@@ -16,6 +16,7 @@ from headway.engine.messages import TokenLogprobs, of_prompt
 from headway.outputs.choices import Piece
 from headway.policy.step.ledger import Phase
 from headway.server.api.choices import LOWEST_LOGPROB, ServedChoice
+from headway.server.api.handover import parameters_of
 from headway.server.api.schemas import GenerationBody
 from headway.server.edge.streaming import DONE, EventWriter, event
 from headway.server.generation import Generation, clock
@@ -166,13 +167,15 @@ class Answer(ABC):
         )
 
     def _render(self) -> bytes:
+        generation = self.generation
         return encode(
             {
                 **self._head,
                 "object": self.whole_object,
-                "choices": [self.entire(choice) for choice in self.generation.choices],
+                "choices": [self.entire(choice) for choice in generation.choices],
                 "usage": self.usage(),
                 **self.extras(),
+                **({"kv_transfer_params": parameters_of(generation.handle)} if generation.hands_over else {}),
             }
         )
 

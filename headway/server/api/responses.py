@@ -75,6 +75,7 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CalledFunction(BaseModel):
@@ -120,6 +121,7 @@ class ChatCompletion(BaseModel):
     timings: Timings | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Embedding(BaseModel):
@@ -182,8 +184,14 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
+
+
+class Unloaded(BaseModel):
+    id: str
+    object: Literal["model"]
+    deleted: bool
 
 
 class ModelList(BaseModel):

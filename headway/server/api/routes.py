@@ -21,11 +21,13 @@ from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import held, responses
+from headway.server.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from headway.server.api.answers import Answer
 from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer, InferAnswer
+from headway.server.api.handover import handover_of
 from headway.server.api.messages_api import CountBody, MessagesBody
 from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
@@ -73,6 +75,8 @@ BODIES = (
     MessagesBody,
     CountBody,
     ResponsesBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
     EmbeddingBody,
     ScoreBody,
     RerankBody,
@@ -221,6 +225,10 @@ class Routes:
             given = body.prediction if isinstance(body, ChatBody) else None
             prediction = [] if given is None else await predicted_ids(service, given, params)
             fitted = self._fitted(body, params, prompts, terms.service)
+            hands_over, handle = False, None
+            if body.kv_transfer_params is not None:
+                role = service.engine.config.role
+                hands_over, handle = handover_of(role, body, fitted[0], len(prompts))
             service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
             generation = Generation(
                 service,
@@ -235,9 +243,12 @@ class Routes:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 prediction=prediction,
+                adapter=service.adapter_of(body.model),
                 keep=not body.stream,
                 include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
+                hands_over=hands_over,
+                handle=handle,
                 operation="chat" if isinstance(body, ChatBody) else "text_completion",
                 headers=request.headers,
                 make_choice=parsed_choice(service, body, is_reasoning) or ServedChoice,
@@ -361,17 +372,6 @@ class Routes:
 
     # --- status -------------------------------------------------------------------------------------
 
-    def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.created,
-            "owned_by": "headway",
-            "root": self._service.settings.root or name,
-            "parent": None,
-            "max_model_len": self._service.check_ready().max_model_len,
-        }
-
     async def root(self, request: Request) -> Response:
         """The page, for browsers; for others where to go from here."""
         if self._page is not None and "text/html" in request.headers.get("accept", ""):
@@ -380,13 +380,14 @@ class Routes:
         return _json({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
-        names = self._service.settings.served_model_names
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
+        card, engine = self._service.card, self._service.engine
+        cards = [card(name) for name in self._service.settings.served_model_names]
+        return _json({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        return _json(self._card(name))
+        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)

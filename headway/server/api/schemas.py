@@ -187,6 +187,20 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = said("The schema; only with the type json_schema.")
 
 
+class KvTransferParams(Body):
+    do_remote_decode: bool = said("Whether what is computed of the prompt is kept for another server.", False)
+    do_remote_prefill: bool = said("Whether another server has computed the prompt.", False)
+    remote_host: str | None = said("Where that server gives it away.", max_length=256)
+    remote_port: int | None = said("Its port.", ge=0, le=65535)
+    remote_request_id: str | None = said("What it is called there.", max_length=64)
+    num_tokens: int | None = said("How many tokens are computed.", ge=0, le=MOST)
+    content: str | None = said("A hash of these tokens.", max_length=64)
+    layout: str | None = said("A hash of the model.", max_length=64)
+    signature: str | None = said("A signature of all this.", max_length=128)
+    remote_engine_id: NullField = said("As routers for vLLM send it; only null.")
+    remote_block_ids: NullField = said("As routers for vLLM send them; only null or none.")
+
+
 class GenerationBody(RequestBody):
     """Fields that completions and chat completions share."""
 
@@ -247,6 +261,9 @@ class GenerationBody(RequestBody):
     guided_grammar: str | None = said("An older name of structured_outputs.grammar.")
     use_beam_search: bool | None = said(
         "Whether the likeliest texts are searched for, in place of drawing tokens; default false."
+    )
+    kv_transfer_params: KvTransferParams | None = said(
+        "Hands the prompt over to another server, or says where another has computed it; only with --role."
     )
     best_of: Int | None = said("Beams of a beam search, n to 64; default n. Without beam search the same as n.")
     length_penalty: float | None = said(
@@ -470,7 +487,7 @@ UNSUPPORTED = {
     "documents": Unsupported("pass them to the chat template in chat_template_kwargs", lambda value: value == []),
     "prompt_embeds": Unsupported("prompts are texts or token ids"),
     "mm_processor_kwargs": Unsupported("only text is understood", lambda value: value == {}),
-    "kv_transfer_params": Unsupported("prompts and answers are computed by one server"),
+    "kv_transfer_params": Unsupported("only prompts of completions are handed over"),
     "vllm_xargs": Unsupported("there are no extensions", lambda value: value == {}),
     "request_id": Unsupported("send it in the header x-request-id"),
     "return_token_offsets": Unsupported("offsets are not returned", lambda value: value is False),

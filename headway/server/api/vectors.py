@@ -249,6 +249,7 @@ class VectorRoutes:
                 checked_ns=checked_ns,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                adapter=service.adapter_of(body.model),
                 include_timings=body.include_timings,
                 pooling=params,
                 operation="embeddings",

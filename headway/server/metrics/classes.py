@@ -18,10 +18,8 @@ from headway.server.metrics.families import Families
 
 OTHER = "other"
 NS = 1e-9
-# The phases that a server counts: not those of a gateway, of a simulated fleet, or behind the end of the ledger.
-_SPENT = sorted(
-    {*Phase} - {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND, Phase.KV_TRANSFER, Phase.SEND, Phase.SEND_BLOCKED}
-)
+# The phases that a server counts: not those of a gateway, or behind the end of the ledger.
+_SPENT = sorted({*Phase} - {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND, Phase.SEND, Phase.SEND_BLOCKED})
 _HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
     "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),

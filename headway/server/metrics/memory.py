@@ -12,6 +12,8 @@ from headway.engine.messages import EngineStats
 from headway.server.metrics.classes import ClassMetrics
 from headway.server.metrics.families import Families
 
+# What comes of a prompt: at the server that has computed it, and at the one that is to go on with it.
+HANDOVERS = ("given", "not_kept", "fetched", "expired", "taken", "refused", "lost")
 _LOADS = {"load": "load", "recompute_loadable": "recompute", "late": "late"}
 SEVERAL = "several"  # label of blocks that requests of several classes share
 
@@ -49,6 +51,11 @@ class MemoryMetrics:
             **{name: (loads.labels(**labels, choice=choice), 1) for name, choice in _LOADS.items()},
             **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
         }
+        handed = counter("kv_handovers", "Prompts handed over to other servers, or taken over, by outcome.", "outcome")
+        self._swaps |= {each: (handed.labels(**labels, outcome=each), 1) for each in HANDOVERS}
+        found = counter("adapter_lookups", "Requests whose adapter was in a slot when they came, or was not.", "result")
+        loads = counter("adapter_loads", "Adapters that were brought into slots.").labels(**labels)
+        self._adapters = {each: found.labels(**labels, result=each) for each in ("hits", "misses")} | {"loads": loads}
         registry.register(self)
 
     def label_of(self, service_class: str) -> str:
@@ -69,6 +76,8 @@ class MemoryMetrics:
         for name, count in stats.swaps.items():
             metric, unit = self._swaps[name]
             metric.inc(count * unit)
+        for name, count in stats.adapters.items():
+            self._adapters[name].inc(count)
         if stats.allocated_blocks:
             self._allocated.inc(stats.allocated_blocks)
             self._runs.inc(stats.allocated_runs)
@@ -91,6 +100,8 @@ class MemoryMetrics:
             free = ready.num_blocks - in_use
             yield gauge("kv_cache_used_bytes", "Bytes of KV blocks in use.", in_use * ready.block_bytes)
             yield gauge("kv_blocks_free", "KV blocks that no request uses, cached ones included.", free)
+        in_slots = 0 if stats is None else stats.adapter_slots_used
+        yield gauge("adapter_slots_used", "Adapters that are in slots (--max-loras).", in_slots)
         yield gauge("kv_watermark_blocks", "Blocks that admission keeps free.", watermark)
         used = dict.fromkeys(((name,) for name in (*self._by_class.names, SEVERAL)), 0)
         for name, count in ({} if stats is None else stats.blocks_of_class).items():

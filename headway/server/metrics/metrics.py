@@ -193,7 +193,7 @@ class Metrics:
                 "spec_decode_num_accepted_tokens", "Drafts that were accepted."
             ),
         }
-        by_kind = ", by what made them: ngram, draft_model or grammar."
+        by_kind = ", by what made them: ngram, draft_model, mtp, eagle3 or grammar."
         tried = "spec_decode_num_draft_tokens_by_kind", "Drafts that were tried" + by_kind
         kept = "spec_decode_num_accepted_tokens_by_kind", "Drafts that were accepted" + by_kind
         self._of_kind = [self._by("kind", Counter, *each) for each in (tried, kept)]

@@ -26,6 +26,7 @@ const PHASES = {
   receive: ["read", "intake"], grammar: ["grammar", "intake"], tokenize: ["tokenize", "intake"],
   transport: ["between processes", "transport"],
   queue_policy: ["queue: others first", "queue-policy"], queue_window: ["queue: window", "queue-window"],
+  queue_adapter: ["queue: adapter", "queue-blocks"],
   queue_capacity: ["queue: capacity", "queue-capacity"], queue_blocks: ["queue: KV blocks", "queue-blocks"],
   prefill_compute: ["prefill", "prefill-compute"], prefill_stall: ["prefill stalled", "prefill-stall"],
   decode_compute: ["decode", "decode-compute"], draft: ["drafts made", "verify"], verify: ["drafts tried", "verify"],
@@ -42,7 +43,7 @@ const PHASES = {
 const nameOf = (phase) => (PHASES[phase] || [phase])[0];
 const colourOf = (phase) => `var(--${(PHASES[phase] || ["", "schedule"])[1]})`;
 const FIRST_TOKEN = ["receive", "grammar", "tokenize", "transport", "queue_policy", "queue_window", "queue_capacity",
-  "queue_blocks", "prefill_compute", "prefill_stall"];
+  "queue_blocks", "queue_adapter", "prefill_compute", "prefill_stall"];
 
 function legendEntry(colour, text) {
   const entry = element("li"), swatch = element("i");

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from headway.bench.profile import figures, tables
+from headway.bench.profile.naive import naive_of
 from headway.bench.profile.page import banners, key_figures, page_of
 from headway.bench.profile.result import opportunities, profile_length
 from headway.calibration.peaks import Rate
@@ -15,7 +16,7 @@ from headway.load.record import FailureKind
 from headway.report.page import write_page
 from tests.bench.command_line import skip_layout
 from tests.bench.profile.made import PEAKS, QWEN, answered, result
-from tests.bench.records import failed
+from tests.bench.records import failed, request
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +199,16 @@ def test_what_must_not_be_missed():
 def test_key_figures_are_those_of_the_middle_length():
     assert key_figures(result())[:2] == (("1,036 ms", "TTFT, prompt of 256"), ("50 ms", "TPOT"))
     assert key_figures(result(lengths=[])) == (("494.0 M", "parameters"), ("5 s", "until ready"))
+
+
+def test_tokens_without_a_cache_stand_beside_those_with_one():
+    cached = [answered(index, 100, prefill_ms=50.0, decode_ms=30.0) for index in range(3)]
+    alone = [request(at, [60.0 + 20 * at], prompt=100 + at) for at in range(4)]
+    naive = naive_of(100, alone, cached)
+    assert naive is not None and naive.naive_ms == (60.0, 80.0, 100.0, 120.0)
+    assert naive.cached_ms == pytest.approx((62.0, 10.0, 10.0, 10.0)) and naive.times == pytest.approx(360 / 92)
+    rows = [[cell.text for cell in row] for row in tables.naive_table(naive).rows]
+    assert rows[0][0] == "token 1" and rows[-1][-1] == "3.9 x" and rows[2][-1] == "12.0 x"
+    (axes,) = figures.naive_and_cached(naive).axes
+    assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([360, 92])
+    assert naive_of(100, alone[:3], cached) is None

@@ -32,6 +32,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileOptions:
         prompt_lens=(5, 40),
         output_len=4,
         repeats=3,
+        naive=True,
         kv_cache_memory=2**24,
         calibration=tmp_path / "machine.json",
         result_dir=tmp_path / "results",
@@ -87,16 +88,24 @@ async def test_a_profile_of_the_bundled_model(options, servers, monkeypatch):
     assert {"import", "convert", "warm_up"} <= result.engine_stages.keys()
     assert "imports" in result.startup.api_stages and result.startup.seconds > 0
     assert result.pool_bytes == result.startup.num_blocks * 16 * 2560 <= 2**24
+    assert result.naive is not None and result.naive.prompt_tokens == 40
+    assert len(result.naive.naive_ms) == len(result.naive.cached_ms) == 4 and result.naive.times > 0
     check_report(options.result_dir / "one")
     printed = console.file.getvalue()
-    for title in ("Model loading", "Latency, one request at a time", "Stages of a request", "Largest possible gain"):
+    for title in (
+        "Model loading",
+        "Latency, one request at a time",
+        "Stages of a request",
+        "Largest possible gain",
+        "Without a KV",
+    ):
         assert title in printed
     assert not is_running(servers[0].had_pid)
 
 
 def check_report(folder: Path) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["figures", "profile.html", "profile.json"]
-    assert len(list((folder / "figures").glob("*.png"))) == 6
+    assert len(list((folder / "figures").glob("*.png"))) == 7
     saved = json.loads((folder / "profile.json").read_text())
     assert [each["prompt_tokens"] for each in saved["prompt_lengths"]] == [5, 40]
     assert saved["settings"]["repeats"] == 3

@@ -24,7 +24,9 @@ from tests.bench.report.simulated import simulated_run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UNIT = re.compile(r"\((ms|s|%|1/s|1: no difference|its number)\)|tokens/s|in flight|in order of arrival|; .* is better")
+UNIT = re.compile(
+    r"\((ms|s|%|steps|1/s|1: no difference|its number)\)|tokens/s|in flight|in order of arrival|; .* is better"
+)
 
 
 def all_pictures(result: RunResult) -> Iterator[Picture]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headway.bench.report.tables import part_tables
 from headway.load.measures import summary as summary_module
 from headway.load.measures.numbers import Window
-from headway.load.measures.summary import cost_per_million_tokens, summarise, summarise_all
+from headway.load.measures.summary import cost_per_million_tokens, length_bands, summarise, summarise_all
 from headway.load.record import ClientHealth, FailureKind, RequestRecord
 from tests.bench.records import MS, at, failed, request, run
 
@@ -84,6 +85,24 @@ def test_every_view_of_a_mix() -> None:
     assert chat is not None and chat.objectives == {"ttft": 150.0}
     assert by_name["class batch"].attainment is None
     assert by_name["class chat"].cost_per_million_tokens is None
+
+
+def test_how_long_answers_were_in_tokens_and_in_steps() -> None:
+    """Steps are those that the server tells of; of others, chunks."""
+    records = [
+        request(0, [10, 20, 30], tokens=9, timings={"steps": 4}, class_name="told"),
+        request(1, [10, 20, 30, 40], tokens=12, class_name="untold"),
+        request(2, [10, 20], tokens=2, timings={"steps": True}, class_name="untold"),
+        failed(3),
+    ]
+    records[1].finish_reason = "stop"
+    whole, *_ = views = summarise_all(run(records))
+    assert [whole.answers[key].mean for key in ("output_tokens", "steps")] == pytest.approx([23 / 3, 10 / 3])
+    assert whole.ended_by == {"length": 2, "stop": 1} and summarise(run([failed(0)])).answers == {}
+    (table,) = part_tables(views)
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert rows["steps of an answer, mean"] == ["4", "3"] and rows["tokens of a step"] == ["2.25", "2.33"]
+    assert rows["ended by max_tokens"] == ["100 %", "50 %"]
 
 
 def test_cancelled_requests_are_counted_apart() -> None:
@@ -176,3 +195,29 @@ def test_notes_say_what_to_know_before_believing_the_numbers() -> None:
     assert summarise(run([request(0, [1, 2], tokens=6)])).notes == [
         "3.00 tokens per chunk: ITL is the gap between chunks, not tokens"
     ]
+
+
+def test_requests_by_the_length_of_their_prompts() -> None:
+    """Document 004: are the slow ones those with long prompts?"""
+    records = [
+        request(i, [i * 100 + 1 + i % 8, i * 100 + 21 + i % 8], due=i * 100, prompt=1 + i % 8) for i in range(80)
+    ]
+    assert length_bands(records) == [(1, 3), (4, 5), (6, 7), (8, 8)]
+    bands = [each for each in summarise_all(run(records)) if each.name.startswith("prompts of ")]
+    assert (bands[0].name, bands[0].completed) == ("prompts of 1 to 3", 30)
+    assert sum(each.completed for each in bands) == 80
+    means = [each.from_schedule["ttft_ms"].mean for each in bands]
+    assert means == pytest.approx([2.0, 4.5, 6.5, 8.0])
+    assert length_bands(records[:39]) == length_bands([request(i, [1.0]) for i in range(80)]) == []
+    skewed = [request(i, [1.0], prompt=10 if i else 99) for i in range(80)]
+    assert length_bands(skewed) == [(10, 10), (99, 99)]
+
+
+def test_tokens_per_second_of_a_request_are_the_inverse_of_its_tpot() -> None:
+    """Document 001, chapter 4: TPS = 1 / TBT."""
+    records = [request(i, [10, 10 + gap, 10 + 2 * gap], due=0) for i, gap in enumerate([5, 10, 20, 40, 50, 80, 100])]
+    tps = summarise(run(records)).tps
+    assert tps is not None and (tps.maximum, tps.minimum) == pytest.approx((200, 10))
+    median = tps.percentile(50.0)
+    assert median is not None and median.value == pytest.approx(25)
+    assert summarise(run([request(0, [5.0])])).tps is None

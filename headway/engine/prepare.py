@@ -1,0 +1,134 @@
+"""What an engine is to be, from its EngineConfig and the checkpoint's config: before weights are loaded."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.cost.layers import AttentionSinks
+from headway.engine.config import EngineConfig
+from headway.engine.host import usable_threads
+from headway.kernels import kernels_for
+from headway.kernels.interface import KV_CACHE_DTYPES, Kernels
+from headway.models.config import ModelConfig
+from headway.models.loading import resolve_dtype, resolve_model
+from headway.models.quantization import rounds_to
+from headway.policy.cache.sizing import BATCHED_TOKENS
+
+if TYPE_CHECKING:
+    from headway.engine.ranks import Followers
+
+
+class EngineError(ValueError):
+    """The engine cannot be built as configured; the message is one line that says what to change."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What is known of an engine before its weights are loaded.
+
+    Args:
+        config: with the quantization that weights are rounded to.
+        model: with the attention sinks that the config asks for.
+        scheme: of the products of the weights.
+        asked_len: the longest sequence that is asked for; see PoolSize for what fits.
+        sinks: attention sinks of the layers; None for those of the checkpoint.
+        followers: the processes of other ranks; None where there are none.
+    """
+
+    config: EngineConfig
+    device: torch.device
+    folder: Path
+    model: ModelConfig
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    scheme: str
+    asked_len: int
+    sinks: AttentionSinks | None
+    kernels: Kernels
+    followers: Followers | None
+
+
+def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) -> Prepared:
+    """Read the model's config, settle on the device and the types of numbers, and start the other ranks.
+
+    Args:
+        memory: memory for a CPU's weights, see LargePages.
+        started: ends the ranks, if it is closed.
+
+    Raises:
+        EngineError, ModelError: one line naming the value, the limit and what to do.
+    """
+    device = _device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.ranks))
+    folder = resolve_model(config.model)
+    model = ModelConfig.from_folder(folder)
+    dtype = resolve_dtype(config.dtype, model)
+    cache_dtype = _cache_dtype(config, model, dtype)
+    kernels = kernels_for(str(device), dtype, memory)
+    followers = _followers(config, model, device, started)
+    packed, asked_len = model.packed, _asked_model_len(config, model)
+    config = replace(config, quantization=rounds_to(config.quantization, packed))
+    scheme = config.quantization if packed is None else packed.scheme
+    sinks = config.sinks(model.shape.max_positions, asked_len)
+    if sinks is not None:
+        model = model.with_attention_sinks(sinks)
+    return Prepared(config, device, folder, model, dtype, cache_dtype, scheme, asked_len, sinks, kernels, followers)
+
+
+def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
+    """The processes with the other parts of the model, which begin to load; None where there are none.
+
+    Raises EngineError or ModelError where the model, the device or an option cannot be shared.
+    """
+    if config.ranks == 1:
+        return None
+    if device.type != "cpu":
+        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        asked = f"{option} is {getattr(config, option)}"
+        raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
+    from headway.engine.ranks import Followers
+
+    followers = Followers(config, model)
+    started.callback(followers.end)
+    return followers
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in BATCHED_TOKENS:
+        raise EngineError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu")
+    return torch.device(name)
+
+
+def _cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that --kv-cache-dtype names; auto is the model's. Raises EngineError where the model has no other."""
+    name = config.kv_cache_dtype
+    if name not in KV_CACHE_DTYPES:
+        raise EngineError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}")
+    named = KV_CACHE_DTYPES[name]
+    if named is not None and model.shape.latent is not None:
+        raise EngineError(f"kv_cache_dtype is {name}, which attention over latents does not support; leave it out")
+    return named or dtype
+
+
+def _asked_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.longest_model_len
+    if config.max_model_len is None:
+        return model.max_model_len
+    has_sinks = config.attention_sinks is not None  # then positions have no end
+    if config.max_model_len < 2 or (config.max_model_len > longest and not has_sinks):
+        raise EngineError(
+            f"max_model_len is {config.max_model_len}; for this model it must be between 2 and {longest}"
+            + ("" if has_sinks else "; more needs --attention-sinks")
+        )
+    return config.max_model_len

@@ -1,0 +1,79 @@
+"""`headway deploy`: a gateway, and replicas of its models on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+
+import uvloop
+
+from headway.gateway.deployed.cluster import RayCluster
+from headway.gateway.deployed.file import DeployFile, read_deploy_file
+from headway.gateway.deployed.replicas import Controller
+from headway.gateway.run import GatewayServer
+from headway.gateway.servers import END_S
+from headway.gateway.settings import GatewaySettings
+from headway.policy.cache.handle import KEY_VARIABLE
+from headway.server.edge.listening import Certificate, StartupError
+from headway.server.edge.serving import url_of
+
+logger = logging.getLogger("headway.server")
+
+
+def run_deployment(
+    listener: socket.socket,
+    file: DeployFile,
+    settings: GatewaySettings,
+    address: str | None,
+    tell: Callable[[str], None],
+    certificate: Certificate | None = None,
+) -> None:
+    """Run the gateway and its replicas until a signal says stop. Requests finish first, then replicas end.
+
+    SIGHUP has the file read again: replicas of what has changed are replaced one after the other.
+
+    Args:
+        address: of the Ray cluster; see RayCluster.
+        tell: is told of each change, as a line.
+
+    Raises:
+        ValueError: there is no Ray, or no such cluster.
+        StartupError: the journal of quotas cannot be kept.
+    """
+    more = [f"--service-classes={settings.service_classes.path}"] if settings.service_classes else []
+    cluster = RayCluster(address, {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)})
+    settings.file = file.gateway
+
+    async def serve() -> None:
+        server = GatewayServer(settings, certificate)
+        controller = Controller(cluster, server.gateway, file, more, tell)
+
+        def reload() -> None:
+            server.reload()
+            try:
+                controller.take(read_deploy_file(file.path))
+            except ValueError as error:
+                logger.error("deployments are unchanged: %s", error)
+
+        server.gateway.full_collections.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        tell(f"headway gateway at {url_of(listener, certificate is not None)}")
+        keeping = asyncio.create_task(controller.run())
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await controller.end(settings.shutdown_timeout + END_S)
+
+    try:
+        uvloop.run(serve())
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    finally:
+        cluster.close()
