@@ -7,15 +7,22 @@ again where the host's memory did not keep it; if it holds something else by the
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from headway.engine.executor import EngineFault
+from headway.engine.hooks import StepHooks
 from headway.engine.messages import AdapterFound
+from headway.engine.unready import POLL_MS
 from headway.models.config import ModelError
 from headway.policy.cache.adapters import AdapterLoad
+from headway.policy.step.plan import StepPlan
+from headway.policy.step.request import Sequence
+from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from headway.engine.layout import ModelInput
@@ -43,6 +50,7 @@ class Adapters:
 
     Attributes:
         slots: the slot of each known sequence with an adapter, by seq_id.
+        loading: adapters on the way into slots, by digest.
     """
 
     def __init__(self, model: AdaptedModel, most_in_memory: int) -> None:
@@ -51,6 +59,7 @@ class Adapters:
         self._kept: OrderedDict[str, Adapter] = OrderedDict()  # only the thread touches it
         self._thread = ThreadPoolExecutor(1, "headway-adapters", initializer=torch.set_num_threads, initargs=(1,))
         self.slots: dict[int, int] = {}
+        self.loading: dict[str, Future[None]] = {}
 
     def find(self, path: str) -> Future[Adapter]:
         """Begin to read a folder; the future's ValueError is one line for the user."""
@@ -72,9 +81,24 @@ class Adapters:
         """Whether a folder with this adapter was found."""
         return digest in self._paths
 
-    def load(self, wanted: AdapterLoad) -> Future[None]:
-        """Begin to fill a slot that no sequence uses; the future's ValueError is one line for the user."""
-        return self._thread.submit(self._fill, wanted)
+    def begin(self, loads: list[AdapterLoad]) -> None:
+        """Begin to fill slots that no sequence uses, and take out what has begun."""
+        while loads:
+            wanted = loads.pop(0)
+            self.loading[wanted.digest] = self._thread.submit(self._fill, wanted)
+
+    def take_loaded(self) -> list[tuple[str, str]]:
+        """The loads that have ended: the digest, and one line for the user where the adapter could not be had.
+
+        Raises:
+            EngineFault: one has failed, and no adapter is at fault.
+        """
+        ended = [(digest, self.loading.pop(digest)) for digest in list(self.loading) if self.loading[digest].done()]
+        for _, load in ended:
+            error = load.exception()
+            if error is not None and not isinstance(error, ValueError):
+                raise EngineFault(f"an adapter could not be loaded: {error!r}") from error
+        return [(digest, str(load.exception() or "")) for digest, load in ended]
 
     def _fill(self, wanted: AdapterLoad) -> None:
         adapter = self._kept.get(wanted.digest)
@@ -103,3 +127,25 @@ class Adapters:
         """The decoder of a step in which no row has an adapter, for what is captured before there are any."""
         self._model.rows.fill([], len(step.token_ids))
         return self._model.decoder
+
+
+class AdapterLoads(StepHooks):
+    """Fills the slots that the scheduler chooses, while steps run."""
+
+    allows_ahead = True
+
+    def __init__(self, adapters: Adapters, scheduler: Scheduler) -> None:
+        assert scheduler.sequences.slots is not None
+        self._adapters, self._scheduler, self._slots = adapters, scheduler, scheduler.sequences.slots
+
+    def ends(self, now: int) -> Iterable[tuple[Sequence, str]]:
+        """Tell the scheduler which adapters are in their slots; those end who wait for one that cannot be had."""
+        for digest, error in self._adapters.take_loaded():
+            for sequence in self._scheduler.adapter_loaded(digest, now, not error):
+                yield sequence, error
+
+    def planned(self, plan: StepPlan, now: int) -> None:
+        """Begin the loads. Where nothing runs, the next step comes when one may have ended."""
+        self._adapters.begin(self._slots.loads)
+        if self._adapters.loading and not plan.scheduled:
+            plan.wait_until_ns = now + POLL_MS * 1_000_000

@@ -138,6 +138,10 @@ def _build(
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, size, make, swap)
         hooks: list[StepHooks] = []
+        if adapters is not None:
+            from headway.engine.adapters import AdapterLoads
+
+            hooks.append(AdapterLoads(adapters, scheduler))
         if config.kv_offload is not None and runner.host is not None:
             from headway.engine.offload import offload_of
 
@@ -154,7 +158,12 @@ def _build(
             about = device.type, str(start.dtype), config.quantization, shown
             hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
     steps = None
-    if config.async_scheduling and runner.runs_ahead and pool.executor is runner and not hooks:
+    if (
+        config.async_scheduling
+        and runner.runs_ahead
+        and pool.executor is runner
+        and all(hook.allows_ahead for hook in hooks)
+    ):
         steps = StepsAhead(scheduler, runner)
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
     core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []

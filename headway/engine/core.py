@@ -5,19 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from headway.engine.beams import SearchedRequest
 from headway.engine.counts import StepCounts, Stepped
 from headway.engine.endings import UNSERVED, why_unserved
-from headway.engine.executor import EngineFault, Executor, StepOutcome
+from headway.engine.executor import Executor, StepOutcome
 from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest, EngineOutputs, PromptLogprobs, SequenceOutput, SequenceTimings
 from headway.engine.pooling import Part, vector_of
 from headway.engine.quarantine import Quarantine
 from headway.engine.unready import POLL_MS, Unready, waits_in
-from headway.policy.cache.adapters import AdapterLoad
 from headway.policy.step.beam_group import check_beams
 from headway.policy.step.ledger import Phase
 from headway.policy.step.plan import StepPlan
@@ -56,7 +54,7 @@ class EngineCore:
         steps: when they are planned and run; None for one after the other.
 
     Attributes:
-        hooks: what takes part in steps: a Speculator, Handovers, Offload, and each beam search that is under way.
+        hooks: what takes part in steps: a Speculator, Handovers, Offload, AdapterLoads, each beam search under way.
         unready: requests that wait for their grammars, or for what another engine has computed.
         adapters: those that requests may have; None where there are none.
     """
@@ -83,7 +81,6 @@ class EngineCore:
         self._pending: list[SequenceOutput] = []
         self.unready = Unready()
         self.adapters: Adapters | None = None
-        self._loading: dict[str, Future[None]] = {}  # adapters on the way to slots, by digest
         self._counts = StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
@@ -231,15 +228,13 @@ class EngineCore:
         if self.unready:
             self._queue_ready()
         outputs, self._pending, self._stepped = self._pending, [], None
-        if self._loading:
-            outputs += self._take_loaded()
         for hook in self.hooks:
             hook.before()
+            outputs += [self._output(each, [], None, why) for each, why in hook.ends(self._clock())]
         plan = self.steps.plan(self._clock())
+        for hook in self.hooks:
+            hook.planned(plan, self._clock())
         self._wait_until_ns = plan.wait_until_ns
-        slots = self.scheduler.sequences.slots
-        if slots is not None and (slots.loads or self._loading):
-            self._begin_loads(slots.loads, bool(plan.scheduled))
         for seq_id in plan.expired:
             outputs.append(self._output(self._sequences[seq_id], []))
         for seq_id in plan.preempted:
@@ -268,26 +263,6 @@ class EngineCore:
         outputs += [self._output(each, new, outcome) for each, new in changed if new or each.finish_reason is not None]
         self._stepped = Stepped(plan, outcome, changed)
         return changed
-
-    def _begin_loads(self, loads: list[AdapterLoad], runs: bool) -> None:
-        """Begin the loads, and take them out. Where nothing runs, the next step comes when one may be there."""
-        assert self.adapters is not None, "only requests with known adapters are queued"
-        while loads:
-            wanted = loads.pop(0)
-            self._loading[wanted.digest] = self.adapters.load(wanted)
-        if not runs:
-            self._wait_until_ns = self._clock() + POLL_MS * 1_000_000
-
-    def _take_loaded(self) -> list[SequenceOutput]:
-        """Tell the scheduler which adapters are in their slots; end those who wait for one that cannot be had."""
-        outputs: list[SequenceOutput] = []
-        for digest in [digest for digest, load in self._loading.items() if load.done()]:
-            error = self._loading.pop(digest).exception()
-            if error is not None and not isinstance(error, ValueError):
-                raise EngineFault(f"an adapter could not be loaded: {error!r}") from error
-            failed = self.scheduler.adapter_loaded(digest, self._clock(), error is None)
-            outputs += [self._output(sequence, [], None, str(error)) for sequence in failed]
-        return outputs
 
     def _gather(self, outcome: StepOutcome) -> None:
         """Keep what belongs to prompts until the first output of their sequences."""

@@ -5,7 +5,7 @@ These are drafts, beam searches, prompts that engines hand over to each other, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +16,13 @@ from headway.policy.step.request import Sequence
 
 
 class StepHooks:
-    """What an EngineCore calls in each step and at each end of a sequence. Here, nothing is done."""
+    """What an EngineCore calls in each step and at each end of a sequence. Here, nothing is done.
+
+    Attributes:
+        allows_ahead: whether a step may be planned before the one in front of it has ended.
+    """
+
+    allows_ahead = False
 
     def awaited(self, request: AddRequest) -> Future[Any] | None:
         """Called when a request comes; what must be there before its sequences are queued, or None."""
@@ -30,6 +36,13 @@ class StepHooks:
 
     def before(self) -> None:
         """Called before a step is planned."""
+
+    def ends(self, now: int) -> Iterable[tuple[Sequence, str]]:
+        """Called before a step is planned: the sequences that end now, and why, in one line for the user."""
+        return ()
+
+    def planned(self, plan: StepPlan, now: int) -> None:
+        """Called with each plan, before it runs; where nothing does, it may say until when the next one waits."""
 
     def computed(self, outcome: StepOutcome) -> None:
         """Called before the outcome of a step is applied, and may change it."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from headway.engine.config import EngineConfig
 from headway.engine.hooks import StepHooks
 from headway.engine.messages import AddRequest
+from headway.engine.prepare import EngineError
 from headway.engine.swap import HostBlocks
 from headway.engine.weight_cache import checkpoint_identity
 from headway.policy.cache.offload import LoadTime, Offloading
@@ -350,10 +351,9 @@ class Offload(StepHooks):
             self._overdue = loading
             self._pool.counts["late"] += 1
             return
-        sequence = sequences[0]
-        if sequence.cache_salt != loading.salt or sequence.swapped is not None:
+        if sequences[0].cache_salt != loading.salt or sequences[0].swapped is not None:
             return
-        host_blocks = self.policy.loaded(sequence, loading.first, len(loading.pages))
+        host_blocks = self.policy.loaded(sequences[0], loading.first, len(loading.pages))
         self._host.arrived.update(zip(host_blocks, loading.pages, strict=False))
 
     def left(self, request_id: str) -> None:
@@ -389,7 +389,7 @@ def staged_blocks(config: EngineConfig, pool: PoolSize, block_bytes: int) -> int
     """How many blocks of the host's memory hold what is on its way.
 
     Raises:
-        StoreError: nothing can be kept beyond the host's memory; one line.
+        EngineError: nothing can be kept beyond the host's memory; one line.
     """
     wrong = {
         "layers with a window have block tables of their own": bool(pool.groups),
@@ -399,14 +399,17 @@ def staged_blocks(config: EngineConfig, pool: PoolSize, block_bytes: int) -> int
         "record_steps cannot tell what was loaded": config.record_steps is not None,
     }
     if why := next((reason for reason, holds in wrong.items() if holds), None):
-        raise StoreError(f"kv_offload: {why}; leave it out")
+        raise EngineError(f"kv_offload: {why}; leave it out")
     return max(_STAGED_BYTES // block_bytes, _LEAST_STAGED)
 
 
 def offload_of(config: EngineConfig, folder: Path, scheduler: Scheduler, host: HostBlocks, device: str) -> Offload:
-    """What keeps evicted blocks, under a name of all that their bytes depend on. Raises StoreError."""
+    """What keeps evicted blocks, under a name of all that their bytes depend on. Raises EngineError."""
     assert config.kv_offload is not None
     sizes = [device, host.block_bytes, config.block_size, scheduler.config.max_model_len]
     options = config.dtype, config.quantization, config.load_format, config.seed, config.kv_cache_dtype
     name = model_name(folder, [checkpoint_identity(folder), *sizes, *options])
-    return Offload(open_store(config.kv_offload, name, round(config.kv_offload_size * 2**30)), scheduler, host)
+    try:
+        return Offload(open_store(config.kv_offload, name, round(config.kv_offload_size * 2**30)), scheduler, host)
+    except StoreError as error:
+        raise EngineError(str(error)) from None

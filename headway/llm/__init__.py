@@ -117,7 +117,7 @@ class LLM:
         asked = [lora_request] * len(listed) if isinstance(lora_request, LoRARequest | None) else list(lora_request)
         if len(asked) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(asked)} lora_requests; give one, or one for each")
-        digests = list(map(self._digest, asked))
+        digests = [self._digest(each) if each is not None else "" for each in asked]
         given = zip(listed, each, digests, strict=True)
         collectors = [self._front.collector(p, s, service_class, None, digest) for p, s, digest in given]
         self._run(collectors, use_progress)
@@ -200,10 +200,8 @@ class LLM:
         embedded = self.embed([*queries, *documents], None, use_progress, service_class)
         return [compared(embedded[q], embedded[len(queries) + d]) for q, d in asked]
 
-    def _digest(self, asked: LoRARequest | None) -> str:
+    def _digest(self, asked: LoRARequest) -> str:
         """The digest of an adapter, which is read unless its folder is as it was before."""
-        if asked is None:
-            return ""
         adapters, stamp = self.engine.core.adapters, asked.stamp
         if adapters is None:
             raise ValueError("lora_request needs an LLM that was made with enable_lora=True")

@@ -116,8 +116,8 @@ class Batch:
                 return False  # an interrupt came while it was being started
             if not (self._joining or self._leaving or self._calls):
                 self._changed.wait(_LINGER_S)
-            elif (waits_ms := self._core.waits_ms) and not (self._joining or self._leaving):
-                self._changed.wait(waits_ms / 1000)
+            elif (self._core.unready or self._core.adapters) and not (self._joining or self._leaving):
+                self._changed.wait(self._core.waits_ms / 1000)
             joining, self._joining = self._joining, []
             leaving, self._leaving = self._leaving, []
             if not (joining or leaving or self._calls):

@@ -62,7 +62,7 @@ def test_a_gpu_is_timed_without_its_host():
     assert 0 < one < 5e-6  # a launch takes the host longer
     assert numbers[0] == 3 * (1 + MOST_CAPTURED + 10 * MOST_CAPTURED)
     few, many = (min(watch.seconds(lambda: more.add_(1), calls) for _ in range(3)) for calls in (2, 20))
-    assert many == pytest.approx(10 * few, rel=0.2)
+    assert 5 * few < many < 20 * few  # others may use the device meanwhile
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from headway import LLM
+from headway.engine.build import EngineError
 from headway.engine.messages import AddRequest
-from headway.engine.offload import FolderStore, Offload, StoreError, packed, unpacked
+from headway.engine.offload import FolderStore, Offload, packed, unpacked
 from headway.policy.cache.offload import LoadTime, page_names, root_name
 from headway.policy.cache.swap import SwapSpace
 from headway.policy.step.sampling_params import SamplingParams
@@ -248,7 +249,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     folder: str, target: str, settings: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(EngineError, match=said):
         engine(folder, target, **settings)
 
 
@@ -287,7 +288,7 @@ def test_redis_keeps_pages_too(folder: str, answers: list[list[int]], redis_url:
     settle(after)
     assert ask(after, 1) == (answers[1], 0)
     client.config_set("maxmemory-policy", "noeviction")
-    with pytest.raises(StoreError, match="this Redis would keep all pages for ever"):
+    with pytest.raises(EngineError, match="this Redis would keep all pages for ever"):
         engine(folder, redis_url)
     client.shutdown(nosave=True)
     assert ask(after, 2) == (answers[2], 0)

@@ -310,7 +310,9 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
         in_time_ns = (1 - ON_THE_WIRE) * ttft_ms * 1e6 - request.way_back_ns
         due_ns = request.arrival_ns + round(max(in_time_ns, ttft_ms * 0.5e6))
     params, prompt = request.params, request.prompt_token_ids
-    seed = (request.seed or 0) if params.seed is None else params.seed
+    seed, salt = (request.seed or 0) if params.seed is None else params.seed, request.cache_salt
+    if request.adapter or salt.startswith("\0"):
+        salt = cache_key(salt, request.adapter)
     longest = (
         len(prompt)
         if request.pooling is not None
@@ -340,7 +342,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             rank=rank,
             due_ns=due_ns,
             tpot_ns=NEVER if math.isinf(tpot_ms) else round(tpot_ms * 1e6),
-            cache_salt=cache_key(request.cache_salt, request.adapter),
+            cache_salt=salt,
             parent=sequences[0] if sequences else None,
             cached_tokens=choice.cached_tokens,
             pins_prompt=request.pins_prompt,

@@ -33,7 +33,7 @@ class UnloadAdapterBody(Body):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: _Name = said("The adapter's name.", ...)
-    lora_int_id: int | None = said("vLLM's number of it; not needed.")
+    lora_int_id: int | None = said("The number that vLLM gives it; not needed here.")
 
 
 class AdapterRoutes:
