@@ -118,7 +118,7 @@ class AdaptedLinear:
         order: Tensor | None = None,
     ) -> None:
         self._linear, self._behind, self._rows, self._order = linear, behind, rows, order
-        self._slots = Slots(spec, _STEP)
+        self._slots, self._parts = Slots(spec, _STEP), spec.parts
         part_of = spec.part_of if order is None else spec.part_of[order]
         self._part_of = part_of.to(torch.int32)
         self._up = self._slots.zeros(spec.slots, self._slots.rank, len(part_of))
@@ -128,7 +128,7 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Adapted."""
-        out, slots, rows, parts = self._linear(x), self._slots, self._rows, self._slots.spec.parts
+        out, slots, rows, parts = self._linear(x), self._slots, self._rows, self._parts
         x, count = x if x.stride(-1) == 1 else x.contiguous(), len(x)
         segments, width = rows.segments_of(count), parts * slots.rank
         if segments:
