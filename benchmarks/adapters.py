@@ -161,14 +161,14 @@ def zipf(arguments: argparse.Namespace) -> dict[str, float]:
         core = llm.engine.core
         assert core.adapters is not None
         digests = [core.adapters.find(str(path)).result().digest for path in paths]
-        draw = random.Random(0)
-        results: dict[str, Any] = {}
+        draw, results = random.Random(0), dict[str, float]()
         weights = [1 / rank**arguments.exponent for rank in range(1, len(digests) + 1)]
-        for kind in ("base", "zipf"):
+        for kind in ("warm up", "base", "zipf"):
             due, dues = time.monotonic_ns(), []
             for _ in range(arguments.requests):
                 due += int(draw.expovariate(arguments.rate) * 1e9)
                 dues.append((due, "" if kind == "base" else draw.choices(digests, weights)[0]))
+            dues = dues[:20] if kind == "warm up" else dues
             first, waited = _serve(core, dues, draw)
             results |= {f"{kind}_ttft_p50_ms": statistics.median(first), f"{kind}_ttft_p99_ms": _p99(first)}
             results[f"{kind}_queue_adapter_p50_ms"] = statistics.median(waited)

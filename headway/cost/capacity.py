@@ -77,6 +77,7 @@ class Settings:
         max_num_seqs: sequences in a step; they decide the size of its logits only, and do not limit `max_batch`.
         rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
         sampler_bytes: bytes that the sampler takes beside the activations of a step.
+        adapter_bytes: bytes of the slots for adapters, a part of the workspace.
     """
 
     utilization: float = 0.9
@@ -86,6 +87,7 @@ class Settings:
     max_num_seqs: int = 256
     rolling: bool = True
     sampler_bytes: int = 0
+    adapter_bytes: int = 0
 
 
 USUAL = Settings()
@@ -104,7 +106,7 @@ def capacity(deployment: Deployment, prompt: int, output: int, settings: Setting
     weights = device_weight_bytes(d.shape, d.precision, d.parallelism)
     activations = activation_bytes(d.device, settings.max_num_batched_tokens, rows, d.precision, d.flash)
     activations += settings.sampler_bytes
-    workspace = CPU_WORKSPACE if d.hardware.kind == "cpu" else GPU_WORKSPACE
+    workspace = (CPU_WORKSPACE if d.hardware.kind == "cpu" else GPU_WORKSPACE) + settings.adapter_bytes
     if settings.free_share is None:
         usable = int(d.hardware.memory_bytes * settings.utilization)
         pool = usable - weights - activations - workspace

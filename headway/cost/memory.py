@@ -48,6 +48,21 @@ def kv_cache_bytes(
     return sequences * ((precision or Precision()).kv.bytes_of(elements) + shape.state_bytes)
 
 
+def adapter_bytes(shape: ModelShape, slots: int, rank: int, precision: Precision | None = None) -> int:
+    """Bytes of slots for low-rank adapters of all linear layers: rank * (in + out) numbers each (arXiv:2106.09685).
+
+    Layers that are fused into one matrix have an A each, of rank * in numbers. Experts and latents have none.
+    """
+    if shape.kinds:
+        return sum(adapter_bytes(part, slots, rank, precision) for part in shape.parts)
+    widths = [shape.ffn, shape.experts.shared_width if shape.experts is not None else 0]
+    fused = {(shape.ffn_matrices - 1) * width: shape.ffn_matrices - 1 for width in widths}
+    fused[shape.qkv_rows] = 1 + shape.projected_kv
+    linear = shape.projections()["linear"]
+    numbers = sum(count * rank * (out + fused.get(out, 1) * inputs) for count, out, inputs in linear)
+    return (precision or Precision()).activations.bytes_of(slots * numbers)
+
+
 def activation_bytes(
     shape: ModelShape,
     tokens: int,

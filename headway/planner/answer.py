@@ -95,6 +95,9 @@ def _memory(plan: Plan) -> Line:
     if not plan.capacity.fits:
         return Line("Memory", f"{weights}. There are {usable}.", "bad")
     text = f"{weights} of {usable}."
+    if adapters := plan.settings.adapter_bytes:
+        slots = many(plan.request.max_loras or 0, "slot")
+        text += f" {slots} for adapters of rank {plan.request.max_lora_rank} take {gigabytes(adapters)}."
     tokens = plan.workload.prompt + plan.workload.output
     shared = f", {plan.workload.cached:,} of them shared" if plan.workload.cached else ""
     text += (

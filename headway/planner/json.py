@@ -84,6 +84,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
         "kv_cache_bytes": plan.kv_cache_bytes,
         "activation_bytes": held.activations,
         "workspace_bytes": held.workspace,
+        "adapter_bytes": plan.settings.adapter_bytes,
         "memory_bytes_per_device": held.memory,
         "usable_bytes_per_device": held.usable,
         "kv_pool_bytes_per_device": held.kv_pool,

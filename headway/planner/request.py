@@ -261,6 +261,10 @@ class PlanOptions(DeploymentOptions):
         ),
     ] = None
     block_size: Annotated[int, _engine("Tokens in a KV block.")] = 16
+    max_loras: Annotated[
+        int | None, _engine("Slots for adapters (LoRA) of all linear layers. Default: none.", min=1, max=1024)
+    ] = None
+    max_lora_rank: Annotated[int, _engine("Rank of these adapters.", min=1, max=256)] = 16
     slo: Annotated[
         dict[str, float],
         _money(

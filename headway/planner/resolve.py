@@ -11,6 +11,7 @@ from headway.cost.capacity import Settings, capacity
 from headway.cost.efficiency import Efficiency
 from headway.cost.hardware import Hardware, network_of
 from headway.cost.layers import AttentionSinks, ShapeError
+from headway.cost.memory import adapter_bytes
 from headway.cost.parallel import Parallelism, check, machines
 from headway.cost.precision import QUANTIZATIONS, Precision, is_for_experts
 from headway.cost.requests import Limits
@@ -308,6 +309,7 @@ def _settings(request: PlanRequest, shape: ModelShape, hardware: Hardware, limit
         max_num_seqs=limits.sequences,
         rolling=not (hardware.measured and shape.kinds and request.kv_cache_dtype == "int8"),
         sampler_bytes=sampling_bytes(limits.sequences, shape.vocab, longest) if hardware.measured else 0,
+        adapter_bytes=adapter_bytes(shape, request.max_loras, request.max_lora_rank) if request.max_loras else 0,
     )
 
 

@@ -50,7 +50,7 @@ def memory_table(plan: Plan) -> Table:
         ("usable", gigabytes(held.usable), share_of_memory(plan.settings)),
         ("weights", gigabytes(held.weights), f"{gigabytes(plan.weights_bytes)} in all"),
         ("activations", gigabytes(held.activations), f"of a step of {plan.limits.batched_tokens:,} tokens{sampler}"),
-        ("workspace", gigabytes(held.workspace), "runtime and captured graphs"),
+        ("workspace", gigabytes(held.workspace), f"runtime and captured graphs{_adapters(plan)}"),
         ("left for the KV cache", gigabytes(held.kv_pool), f"{held.pool_tokens:,} tokens"),
         ("per token", gigabytes(held.kv_per_token), f"{gigabytes(plan.kv_bytes_per_token)} in all"),
         ("this plan's batch", gigabytes(plan.kv_cache_bytes), f"{plan.batch:,} of {tokens:,} tokens, in all"),
@@ -60,6 +60,11 @@ def memory_table(plan: Plan) -> Table:
     if not held.fits:
         rows.append(("missing", gigabytes(held.shortfall), "for one request"))
     return Table("Memory of a device", ("", "", ""), tuple(cells(*row) for row in rows), left=frozenset({2}))
+
+
+def _adapters(plan: Plan) -> str:
+    size = plan.settings.adapter_bytes
+    return f", and {gigabytes(size)} of slots for adapters" if size else ""
 
 
 def _longest(plan: Plan) -> str:

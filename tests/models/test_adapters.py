@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headway.cost.memory import adapter_bytes
 from headway.kernels import kernels_for
 from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry
@@ -183,6 +184,13 @@ def test_products_on_a_cpu_are_those_of_torch(dtype: torch.dtype, inputs: int, o
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_slots_take_what_a_plan_says(small: AdaptedModel) -> None:
+    places, shape = small.places, small.decoder.config.shape
+    specs = [places.spec(placed, 2, 8, torch.device("cpu")) for placed in places.placed]
+    numbers = sum(8 * (spec.parts * spec.inputs + len(spec.part_of)) for spec in specs)
+    assert adapter_bytes(shape, 2, 8) == 2 * 2 * numbers
 
 
 # --- what is refused ----------------------------------------------------------------------------------

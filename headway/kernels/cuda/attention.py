@@ -286,7 +286,8 @@ def count_splits(
     programs = (sequences or step.num_sequences) * tiles * kv_heads
     wanted = triton.cdiv(2 * multiprocessors, programs)
     seen = step.max_context_len if window is None else min(step.max_context_len, window + step.max_query_len)
-    return max(1, min(wanted, seen // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+    most = max(1, min(wanted, seen // _LEAST_SPLIT_KEYS, _MOST_SPLITS))
+    return 1 << (most.bit_length() - 1)  # each number is compiled for itself
 
 
 def tile_sizes(

@@ -387,7 +387,8 @@ class Routes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
+        adapter = self._service.engine.adapters.get(name)
+        return _json(self._service.card(name if adapter is None else adapter))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
