@@ -111,7 +111,9 @@ class MockServer:
     # --- connections --------------------------------------------------------------------------------
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+        """Answer the requests of a connection. Of one that is cancelled, asyncio would report an error."""
+        ends = (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError)
+        with contextlib.suppress(*ends, asyncio.CancelledError):
             while await self._exchange(reader, writer):
                 pass
         writer.close()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
+from headway.bench.pareto_options import ParetoOptions
 from headway.bench.report.views import load_of, steady_or_whole
 from headway.bench.results import load_json
-from headway.flags import Flag
 from headway.load.errors import BenchError
 from headway.load.measures.summary import summarise_all
 from headway.load.record import RunResult
@@ -26,26 +26,6 @@ if TYPE_CHECKING:
 
 FEWEST = 2  # runs
 DIGITS = 3  # of the number of a run of a sweep, behind the name of its file
-
-
-@dataclass(frozen=True, slots=True)
-class ParetoOptions:
-    """What is shown.
-
-    Args:
-        files: results of `headway bench` or `headway simulate`, or of vLLM's benchmark.
-        devices: devices that each run had.
-    """
-
-    devices: Annotated[
-        int, Flag("Devices that each run had; tokens/s are divided by them.", min=1, max=100_000, common=True)
-    ] = 1
-    ttft_ms: Annotated[
-        float | None, Flag("Leave out runs whose median TTFT is above so many milliseconds.", min=0, common=True)
-    ] = None
-    report: Annotated[Path | None, Flag("Write an HTML report to this file; its figures are inside.", common=True)] = (
-        None
-    )
 
 
 @dataclass(frozen=True, slots=True)

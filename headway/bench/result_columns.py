@@ -34,6 +34,7 @@ PLAIN: dict[str, tuple[Any, Any]] = {
     "resent": (int, 0),
     "timings": (dict[str, Any] | None, None),
     "text": (str | None, None),
+    "invalid": (str | None, None),
     "tenant": (str, ""),
 }
 

@@ -157,6 +157,8 @@ def _summary(summary: Summary) -> dict[str, Any]:
     values = asdict(summary)
     if summary.attainment is not None:
         values["attainment"]["share"] = summary.attainment.share
+    if summary.validity is not None:
+        values["validity"]["share"] = summary.validity.share
     return values
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headway.bench.pareto import ParetoOptions
+from headway.bench.pareto_options import ParetoOptions
 from headway.cli.commands import fail, with_flags
 from headway.load.errors import BenchError
 

@@ -61,6 +61,7 @@ class RequestRecord:
         resent: how often it was sent again on a new connection, as the server had closed the one that was kept open.
         timings: Headway's `timings` object, where asked for and given.
         text: the answer, where asked to keep it.
+        invalid: what is wrong with an answer that was to have a structure, "" where nothing is; None of others.
     """
 
     index: int
@@ -84,6 +85,7 @@ class RequestRecord:
     failure: Failure | None = None
     timings: dict[str, Any] | None = None
     text: str | None = None
+    invalid: str | None = None
     tenant: str = ""
 
     @classmethod

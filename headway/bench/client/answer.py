@@ -18,7 +18,7 @@ The number of output tokens is `usage`'s wherever there is one, and never the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from headway.bench.client.connection import Receiver
 from headway.bench.client.failures import RequestFailed, error_text, failure_of_status, one_line
 from headway.bench.client.sse import EventParser, MalformedEvents
+from headway.bench.client.validity import Calls, wrong_with
 from headway.load.record import Failure, FailureKind, RequestRecord
 
 MAX_ERROR_BYTES = 64 * 1024
@@ -108,11 +109,21 @@ class StreamedAnswer(Receiver):
     Args:
         keep_text: collect the answer's text in the record.
         keep_timings: keep Headway's `timings` object; other servers use the name for something else.
+        structure: the fields of the request that ask for a structure, where any does: the answer is held against it.
     """
 
-    def __init__(self, record: RequestRecord, *, keep_text: bool = False, keep_timings: bool = False) -> None:
+    def __init__(
+        self,
+        record: RequestRecord,
+        *,
+        keep_text: bool = False,
+        keep_timings: bool = False,
+        structure: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(record)
-        self._texts: list[str] | None = [] if keep_text else None
+        self._keep_text, self._structure = keep_text, structure
+        self._texts: list[str] | None = [] if keep_text or structure else None
+        self._calls = Calls()
         self._keep_timings = keep_timings
         self._parser = EventParser()
         self._is_stream = False
@@ -194,6 +205,8 @@ class StreamedAnswer(Receiver):
             record.chunk_tokens.append(tokens)
         if self._texts is not None:
             self._texts.append(choice.content)
+            if self._structure and choice.delta is not None:
+                self._calls.take(choice.delta.tool_calls)
 
     def _take_usage(self, usage: Usage) -> None:
         record = self.record
@@ -209,8 +222,13 @@ class StreamedAnswer(Receiver):
     def settle(self) -> None:
         """Put into the record what is only known at the end; also of an answer that failed in the middle."""
         self.record.tokens_per_chunk_known = bool(self._continuous)
-        if self._texts is not None:
-            self.record.text = "".join(self._texts)
+        text = "".join(self._texts or ())
+        if self._keep_text:
+            self.record.text = text
+        if self._structure and self.record.ok:
+            self.record.invalid = wrong_with(text, self._calls.made, self._structure)
+            if self.record.invalid and self.record.finish_reason == "length":
+                self.record.invalid += ", cut at its number of tokens"
 
     def failure(self, now_ns: int) -> Failure | None:
         """How a response failed that ended at `now_ns`; None when it was an answer."""

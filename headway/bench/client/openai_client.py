@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from headway.bench.client.answer import StreamedAnswer
 from headway.bench.client.failures import RequestFailed
 from headway.bench.client.http_client import HttpClient
 from headway.bench.client.other_answers import MessagesAnswer, ResponsesAnswer
 from headway.bench.client.request_body import BodyBuilder, num_answers
+from headway.bench.client.validity import structure_of
 from headway.bench.client.vector_answer import VectorAnswer
 from headway.load.endpoint import Endpoint, lower_names
 from headway.load.record import Failure, FailureKind, RequestRecord
@@ -18,13 +20,17 @@ from headway.load.request import PlannedRequest, Prompt
 
 
 def receiver(
-    endpoint: Endpoint, record: RequestRecord, prompt: Prompt, keep_text: bool = False
+    endpoint: Endpoint,
+    record: RequestRecord,
+    prompt: Prompt,
+    keep_text: bool = False,
+    structure: Mapping[str, Any] | None = None,
 ) -> StreamedAnswer | VectorAnswer:
     """The receiver that writes the answer to a prompt into its record."""
     timings = endpoint.include_timings
     if endpoint.generates:
         kind = {"responses": ResponsesAnswer, "messages": MessagesAnswer}.get(endpoint.api, StreamedAnswer)
-        return kind(record, keep_text=keep_text, keep_timings=timings)
+        return kind(record, keep_text=keep_text, keep_timings=timings, structure=structure)
     return VectorAnswer(record, num_answers(endpoint, prompt), keep_timings=timings)
 
 
@@ -72,7 +78,8 @@ class OpenAIClient:
         endpoint = self.endpoint
         body = self._bodies.body(planned, prompt)
         head = self._head_of(planned) if planned.headers or planned.tenant else self._head
-        answer = receiver(endpoint, record, planned.prompt if prompt is None else prompt, self._keep_text)
+        structure = structure_of(endpoint.extra_body, planned.extra_body)
+        answer = receiver(endpoint, record, planned.prompt if prompt is None else prompt, self._keep_text, structure)
         record.sent_ns = record.connected_ns = time.monotonic_ns()
         try:
             async with asyncio.timeout(planned.cancel_after_s):

@@ -29,8 +29,16 @@ class _Whole(msgspec.Struct):
     error: Any = None
 
 
+class _Begun(msgspec.Struct):
+    """What begins with an event: a call, if it is of that type."""
+
+    type: str = ""
+    name: str | None = None
+
+
 class _ResponseEvent(msgspec.Struct):
     type: str = ""
+    item: _Begun | None = None
     delta: Any = None
     response: _Whole | None = None
     message: Any = None
@@ -47,6 +55,7 @@ class _MessageDelta(msgspec.Struct):
 
 class _MessageEvent(msgspec.Struct):
     type: str = ""
+    content_block: _Begun | None = None
     delta: _MessageDelta | None = None
     message: _Whole | None = None
     usage: _Tokens | None = None
@@ -75,8 +84,12 @@ class ResponsesAnswer(StreamedAnswer):
 
     def _chunks(self, event: _ResponseEvent) -> Iterator[Chunk]:
         kind, whole = event.type, event.response
-        if kind.endswith(".delta") and isinstance(event.delta, str):
+        if kind == "response.output_item.added" and event.item is not None and event.item.type == "function_call":
+            self._calls.begin(event.item.name or "")
+        elif kind.endswith(".delta") and isinstance(event.delta, str):
             field = "reasoning" if "reasoning" in kind else "tool_calls" if "call" in kind else "content"
+            if field == "tool_calls":
+                self._calls.go_on(event.delta)
             yield _text(**{field: event.delta})
         elif kind in _REASONS:
             if whole is not None and (tokens := whole.usage) is not None:
@@ -101,7 +114,11 @@ class MessagesAnswer(StreamedAnswer):
             yield Chunk(usage=_usage_of(usage))
         if event.type == "error":
             yield Chunk(error=event.error or "error")
+        elif event.type == "content_block_start" and (begun := event.content_block) is not None:
+            if begun.type == "tool_use":
+                self._calls.begin(begun.name or "")
         elif event.type == "content_block_delta" and delta is not None:
+            self._calls.go_on(delta.partial_json or "")
             yield _text(content=delta.text, reasoning=delta.thinking, tool_calls=delta.partial_json)
         elif event.type == "message_delta" and delta is not None and delta.stop_reason is not None:
             yield _end(delta.stop_reason)

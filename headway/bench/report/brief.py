@@ -10,7 +10,7 @@ from headway.bench.options import Claims
 from headway.bench.report import verdict
 from headway.bench.report.views import part_views, steady_or_whole, tokens_per_s
 from headway.load.measures.client_effect import SPOILT
-from headway.load.measures.numbers import Percentile, Summary
+from headway.load.measures.numbers import Percentile, Summary, Validity
 from headway.load.measures.steady import OVERLOAD
 from headway.load.measures.summary import STEADY_STATE
 from headway.load.record import FailureKind, RunResult
@@ -37,6 +37,8 @@ def brief(result: RunResult, summaries: Sequence[Summary], claims: Claims = verd
         yield Line("Cost", f"{number(whole.cost_per_million_output_tokens)} per 1M output tokens")
     for name, each in part_views(summaries, "tenant"):
         yield Line(plain(name, 12), _tenant_text(each), "bad" if each.failed > each.refused else "")
+    if whole.validity is not None:
+        yield Line("Structure", _structure(whole.validity))
     for name, each in [("Objectives", view), *part_views(summaries, "class_name")]:
         if (found := each.attainment) is not None and found.total:
             tones: dict[str, Tone] = {"held": "good", "missed": "bad", "undecided": "warn"}
@@ -84,6 +86,12 @@ def fleet_line(server: dict[str, Any]) -> Line | None:
     failed = [f"replica {place} failed {verdict.count(times, 'time')}" for place, times in enumerate(failures) if times]
     more = f" and {len(failed) - 4} more" * (len(failed) > 4)
     return Line("Fleet", "; ".join([said, *failed[:4]]) + more)
+
+
+def _structure(found: Validity) -> str:
+    said = f"as asked for in {100 * found.share:.4g} % of {verdict.count(found.asked, 'answer')}"
+    wrong = [f"{fault} ({times:,})" for fault, times in list(found.wrong.items())[:2]]
+    return said + f"; otherwise: {', '.join(wrong)}" * bool(wrong)
 
 
 def _tenant_text(view: Summary) -> str:

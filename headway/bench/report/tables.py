@@ -13,7 +13,7 @@ from headway.bench.report.phases import SERVER_REST, part_of
 from headway.bench.report.verdict import METRIC_NAMES, failures_by_kind, is_valid, objectives_in_words, outcome
 from headway.bench.report.views import Run, load_of, main_views, part_views, probe_view, steady_or_whole, tokens_per_s
 from headway.load.measures.client_effect import SPOILT, is_spoilt
-from headway.load.measures.numbers import Attainment, Distribution, Percentile, Summary
+from headway.load.measures.numbers import Attainment, Distribution, Percentile, Summary, Validity
 from headway.load.record import ClientHealth, RunResult
 from headway.report.parts import Cell, Table, Tone, cells
 from headway.report.style import number, plain
@@ -63,7 +63,7 @@ def overview(summaries: Sequence[Summary]) -> Table:
     rows += _request_rows(views)
     for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
-    rows += _goodput_rows(views) + _cost_rows(views)
+    rows += _validity_rows(views) + _goodput_rows(views) + _cost_rows(views)
     return Table(
         "Run", ("", *(plain(view.name) for view in views)), tuple(cells(label, *values) for label, values in rows)
     )
@@ -92,6 +92,11 @@ def _refused_rows(label: str, views: Sequence[Summary]) -> list[Row]:
     return [(label, [f"{view.refused:,}" for view in views])] if any(view.refused for view in views) else []
 
 
+def _validity_rows(views: Sequence[Summary]) -> list[Row]:
+    found = [view.validity for view in views]
+    return [("have the structure asked for", [_share_cell(each) for each in found])] if any(found) else []
+
+
 def _goodput_rows(views: Sequence[Summary]) -> list[Row]:
     found = [view.attainment for view in views]
     if not any(found):
@@ -106,8 +111,8 @@ def _goodput_rows(views: Sequence[Summary]) -> list[Row]:
     return rows
 
 
-def _share_cell(found: Attainment | None) -> Cell:
-    if found is None or not found.total:
+def _share_cell(found: Attainment | Validity | None) -> Cell:
+    if found is None or not (found.total if isinstance(found, Attainment) else found.asked):
         return NOTHING
     return Cell(f"{100 * found.share:.4g} %", detail=f"{100 * found.low:.4g}–{100 * found.high:.4g}")
 
@@ -180,7 +185,7 @@ def part_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
     names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
-    rows = _apart_rows(views) + _answer_rows(views) + _goodput_rows(views)
+    rows = _apart_rows(views) + _answer_rows(views) + _validity_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
     if len(stated) == len(names) > 1 and all(limits == stated[names[0]] for limits in stated.values()):
         stated = {"each": stated[names[0]]}

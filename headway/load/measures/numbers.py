@@ -90,6 +90,26 @@ class Attainment:
 
 
 @dataclass(frozen=True, slots=True)
+class Validity:
+    """How many answers had the structure that their requests asked for: JSON, a schema, calls of tools.
+
+    Args:
+        wrong: how many had each fault.
+        low, high: confidence interval of valid / asked.
+    """
+
+    asked: int
+    valid: int
+    low: float
+    high: float
+    wrong: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        return self.valid / self.asked
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The numbers of one view of a run (the whole, the steady state, one class).
 
@@ -111,6 +131,7 @@ class Summary:
         tps: tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
         first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
             with reasoning; None where none does.
+        validity: None where no request asked for a structure.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -133,6 +154,7 @@ class Summary:
     cost_per_million_tokens: float | None = None
     tps: Distribution | None = None
     first_answer_ms: Distribution | None = None
+    validity: Validity | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -13,8 +13,8 @@ import numpy as np
 from headway.cost.price import cost_per_million
 from headway.load.measures.client_effect import with_client
 from headway.load.measures.latencies import Latencies, Since
-from headway.load.measures.numbers import PERCENTILES, Distribution, Summary, Window
-from headway.load.measures.percentiles import distribution
+from headway.load.measures.numbers import PERCENTILES, Distribution, Summary, Validity, Window
+from headway.load.measures.percentiles import distribution, proportion_interval
 from headway.load.measures.phases import phase_lengths
 from headway.load.measures.slo import Objectives, attainment
 from headway.load.measures.steady import find_steady_window
@@ -151,6 +151,7 @@ def summarise(
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
         tps=_tps(latencies),
         first_answer_ms=_first_answer(latencies),
+        validity=_validity(latencies.records),
         tokens_per_joule=tokens["output"] / joules if joules else None,
         notes=_notes(result, records, latencies),
     )
@@ -201,6 +202,16 @@ def _first_answer(latencies: Latencies) -> Distribution | None:
     return distribution(np.array(found), OF_FIRST_ANSWERS) if found else None
 
 
+def _validity(records: Sequence[RequestRecord]) -> Validity | None:
+    """How many of these answers had the structure that was asked for."""
+    asked = [record.invalid for record in records if record.invalid is not None]
+    if not asked:
+        return None
+    valid = asked.count("")
+    low, high = proportion_interval(valid, len(asked))
+    return Validity(len(asked), valid, low, high, dict(Counter(wrong for wrong in asked if wrong).most_common()))
+
+
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
     lengths = phase_lengths(latencies.records)
     return {phase: distribution(each, percentiles) for phase, each in lengths.items()}
@@ -241,6 +252,10 @@ def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Laten
             f"{_requests(resent)} sent again, because the server had closed the kept-open connection; their latency "
             f"includes both attempts, and the server may have started them twice"
         )
+    if (structures := _validity(latencies.records)) is not None and structures.wrong:
+        wrong, count = next(iter(structures.wrong.items()))
+        faulty = structures.asked - structures.valid
+        notes.append(f"{_requests(faulty)} answered without the structure asked for; most often ({count}): {wrong}")
     uncounted = sum(record.output_tokens is None for record in latencies.records)
     if uncounted:
         notes.append(f"{_requests(uncounted)} without `usage`: their output tokens are counted by chunks")

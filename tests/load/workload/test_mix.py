@@ -81,7 +81,7 @@ def test_classes_with_arrivals_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_bundled_mixes_load_by_name() -> None:
-    assert bundled_mixes() == ["assistants", "interactive-and-batch"]
+    assert bundled_mixes() == ["assistants", "interactive-and-batch", "structured"]
     for name in bundled_mixes():
         mix = load_mix(name)
         assert mix.name == name and mix.description
