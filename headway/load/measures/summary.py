@@ -28,6 +28,7 @@ PARTS = {"class_name": "class ", "tenant": "tenant "}  # what a run is divided b
 LENGTHS = "prompts of "  # how views of requests by the length of their prompts begin
 BANDS = 4  # of prompt lengths, with as many requests each as equal lengths allow
 LEAST_IN_BANDS = 40  # requests; of fewer, a band would say nothing
+NO_TEXTS = ("random", "prefix_repetition", "multi_turn", "azure", "burstgpt", "mooncake")  # datasets of random tokens
 OF_TPS, OF_FIRST_ANSWERS = (10.0, 50.0, 90.0), (50.0, 90.0, 99.0)
 
 
@@ -260,11 +261,25 @@ def _notes(result: RunResult, records: Sequence[RequestRecord], latencies: Laten
     if uncounted:
         notes.append(f"{_requests(uncounted)} without `usage`: their output tokens are counted by chunks")
     tokens, chunks = latencies.output_tokens, np.array([len(record.chunk_ns) for record in latencies.records])
+    if said := _speculation(result, latencies.records):
+        notes.append(said)
     if at_once := int(np.sum((chunks == 1) & (tokens > 1))):
         notes.append(f"{_requests(at_once)} with several tokens answered in one chunk: no TPOT, no ITL")
     elif len(chunks) and tokens.sum() > 1.05 * chunks.sum():
         notes.append(f"{tokens.sum() / chunks.sum():.2f} tokens per chunk: ITL is the gap between chunks, not tokens")
     return notes
+
+
+def _speculation(result: RunResult, records: Sequence[RequestRecord]) -> str:
+    """How many drafts a Headway server says that it accepted, and whether that is what texts would have."""
+    timings = [record.timings or {} for record in records]
+    tried, accepted = (sum(each.get(name) or 0 for each in timings) for name in ("drafts", "accepted_drafts"))
+    if not tried:
+        return ""
+    said = f"the server speculated: {100 * accepted / tried:.3g} % of {tried:,} drafts were accepted"
+    if result.settings.get("dataset_name") in NO_TEXTS:
+        said += "; random tokens have another share than texts, so measure with texts (--dataset-name custom)"
+    return said
 
 
 def _requests(count: int) -> str:

@@ -221,3 +221,14 @@ def test_tokens_per_second_of_a_request_are_the_inverse_of_its_tpot() -> None:
     median = tps.percentile(50.0)
     assert median is not None and median.value == pytest.approx(25)
     assert summarise(run([request(0, [5.0])])).tps is None
+
+
+def test_a_server_that_speculates_is_named() -> None:
+    records = [request(at, [10, 20], timings={"drafts": 8, "accepted_drafts": 2}) for at in range(2)]
+    (note,) = [note for note in summarise(run(records)).notes if "speculated" in note]
+    assert note == "the server speculated: 25 % of 16 drafts were accepted"
+    (note,) = [
+        note for note in summarise(run(records, settings={"dataset_name": "random"})).notes if "16 drafts" in note
+    ]
+    assert note.endswith("measure with texts (--dataset-name custom)")
+    assert not any("speculated" in note for note in summarise(run([request(0, [10, 20])])).notes)
