@@ -157,6 +157,10 @@ def _build(
 
             about = device.type, str(start.dtype), config.quantization, shown
             hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
+    if config.nvtx:
+        from headway.engine.marks import StepMarks
+
+        hooks.append(StepMarks())
     steps = None
     if (
         config.async_scheduling

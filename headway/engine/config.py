@@ -193,6 +193,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     async_scheduling: Annotated[
         bool, _engine("On a GPU, plan a decode step and hand it to the GPU while the step before runs there.")
     ] = True
+    nvtx: Annotated[bool, _engine("On a GPU, mark each step as an NVTX range, for Nsight Systems.")] = False
     speculative_config: Annotated[
         SpeculativeConfig | None,
         _engine(

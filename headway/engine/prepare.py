@@ -65,6 +65,8 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
         EngineError, ModelError: one line naming the value, the limit and what to do.
     """
     device = _device(config.device)
+    if config.nvtx and device.type != "cuda":
+        raise EngineError(f"nvtx is set, but the device is {device.type}; leave it out, and ask /debug/profile instead")
     if device.type == "cpu":
         torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.ranks))
     folder = resolve_model(config.model)

@@ -6,11 +6,16 @@ import time
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
+from headway.engine.build import build_engine
+from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.executor import StepOutcome
 from headway.engine.explaining import explanation
+from headway.engine.marks import StepMarks
 from headway.engine.messages import AddRequest, EngineOutputs, Explain, SequenceTimings
+from headway.engine.prepare import EngineError
 from headway.engine.roofline import StepRoofline
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
@@ -172,3 +177,18 @@ def test_looking_costs_the_engine_less_than_a_hundredth_of_a_core() -> None:
         took.append(time.process_time() - began)
     assert len(encoded) > 64 * 50
     assert min(took) < 0.005, f"{1e3 * min(took):.1f} ms"
+
+
+def test_steps_are_ranges_for_profilers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[str] = []
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", ranges.append)
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: ranges.append("end"))
+    core, clock = engine()
+    core.hooks.append(StepMarks())
+    ask(core, clock, "100", 20, 3)
+    ask(core, clock, "101", 8, 3)
+    run(core, clock)
+    assert ranges[1::2] == ["end"] * (len(ranges) // 2)
+    assert ranges[0] == "step: 28 tokens of 2 prompts, 0 decoding" and "step: 2 decoding" in ranges
+    with pytest.raises(EngineError, match="nvtx is set, but the device is cpu"):
+        build_engine(EngineConfig(device="cpu", nvtx=True))
