@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from headway import __version__
-from headway.engine.messages import Explain
+from headway.engine.messages import AdapterFound, Explain
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
@@ -367,8 +367,8 @@ class Routes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        adapter = self._service.engine.adapters.get(name)
-        return _json(self._service.card(name if adapter is None else adapter))
+        found: AdapterFound | str = self._service.engine.adapters.get(name) or str(name)
+        return _json(self._service.card(found))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
