@@ -361,14 +361,14 @@ class Routes:
         return _json({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
-        served = [*self._service.settings.served_model_names, *self._service.engine.adapters.values()]
-        return _json({"object": "list", "data": [self._service.card(each) for each in served]})
+        service = self._service
+        served: list[AdapterFound | str] = [*service.settings.served_model_names, *service.engine.adapters.values()]
+        return _json({"object": "list", "data": [service.card(each) for each in served]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        found: AdapterFound | str = self._service.engine.adapters.get(name) or str(name)
-        return _json(self._service.card(found))
+        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
