@@ -78,11 +78,8 @@ class AdapterRows:
     def __init__(self, most_rows: int, slots: int, device: torch.device) -> None:
         self.most_segments = -(-most_rows // SEGMENT_ROWS) + slots + 1
         self._slots = slots
-        pinned = device.type == "cuda"
-        self._host_order = torch.zeros(most_rows, dtype=torch.int32, pin_memory=pinned)
-        self._host_segments = torch.zeros((1 + self.most_segments, 3), dtype=torch.int32, pin_memory=pinned)
-        self.order = self._host_order.to(device) if pinned else self._host_order
-        self.segments = self._host_segments.to(device) if pinned else self._host_segments
+        self.order = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self.segments = torch.zeros((1 + self.most_segments, 3), dtype=torch.int32, device=device)
         self.of_slots: list[tuple[int, list[int]]] = []
         self._filled: tuple[list[int], int] | None = None
 
@@ -106,13 +103,13 @@ class AdapterRows:
                 segments.append((slot, len(order) + at, min(SEGMENT_ROWS, len(mine) - at)))
             order += mine
         segments[0] = len(segments) - 1, 0, 0
-        self._host_order.numpy()[:rows] = order
-        self._host_segments.numpy()[: len(segments)] = segments
         del of_slots[NO_SLOT]
         self.of_slots = list(of_slots.items())
-        if self.order is not self._host_order:
-            self.order[:rows].copy_(self._host_order[:rows], non_blocking=True)
-            self.segments.copy_(self._host_segments, non_blocking=True)
+        for target, numbers in ((self.order, order), (self.segments, segments)):
+            source = torch.tensor(numbers, dtype=torch.int32)
+            # The device may still copy what the step before has sent, so that each has memory of its own.
+            source = source.pin_memory() if target.is_cuda else source
+            target[: len(numbers)].copy_(source, non_blocking=True)
 
 
 class Slots:

@@ -10,8 +10,8 @@ from headway.models.decoder import Decoder
 class AdaptedModel:
     """Slots for the adapters of a decoder, and a decoder of the same weights that computes them.
 
-    On a CPU a product gets its slots with the first adapter that changes it, and is plain until then. Elsewhere all
-    have them from the beginning, as memory is divided then.
+    On a CPU a product gets its slots with the first adapter that changes it, and is plain until then; the first product
+    has them at once, so that kernels are compiled. Elsewhere all have them, as memory is divided at the start.
 
     Args:
         slots: how many adapters steps may have.
@@ -28,11 +28,9 @@ class AdaptedModel:
         self.places = AdapterPlaces(plain.config, plain.weights.layers, plain.dtype)
         self.rows = AdapterRows(most_rows, slots, plain.device)
         self._products: dict[int, Adapted] = {}
-        self.decoder = plain
-        if plain.device.type != "cpu":
-            for number in range(len(self.places.placed)):
-                self._product(number)
-            self._rebuild()
+        for number in range(1 if plain.device.type == "cpu" else len(self.places.placed)):
+            self._product(number)
+        self.decoder = self._rebuilt()
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot that no step uses, from any one thread while steps run."""
@@ -48,7 +46,7 @@ class AdaptedModel:
                     slot, empty.view(spec.parts, 0, spec.inputs), empty.view(0, len(spec.part_of))
                 )
         if len(self._products) > known:
-            self._rebuild()
+            self.decoder = self._rebuilt()
 
     def _product(self, number: int) -> Adapted:
         found = self._products.get(number)
@@ -58,7 +56,7 @@ class AdaptedModel:
             found = self._products[number] = plain.kernels.adapted(placed.product, spec, self.rows)
         return found
 
-    def _rebuild(self) -> None:
+    def _rebuilt(self) -> Decoder:
         placed = self.places.placed
         products = {id(placed[number].product): each for number, each in self._products.items()}
-        self.decoder = self._plain.with_layers(adapted_layers(self._plain.weights.layers, products))
+        return self._plain.with_layers(adapted_layers(self._plain.weights.layers, products))

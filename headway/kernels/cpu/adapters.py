@@ -179,6 +179,7 @@ class AdaptedLinear:
     def __init__(self, team: Team, linear: PackedLinear, spec: AdapterSpec, rows: AdapterRows) -> None:
         self._team, self._linear, self._rows, self._kind = team, linear, rows, KINDS[spec.dtype]
         self._per_word = arithmetic_of(self._kind).inputs
+        self._lower, self._raise = lower_job(self._kind), raise_job(self._kind)
         if spec.inputs % self._per_word:
             raise ValueError(
                 f"a layer has {spec.inputs} inputs; adapters need an even number in {spec.dtype}; use float32"
@@ -202,7 +203,7 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See Adapted."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        team, linear, count, kind = self._team, self._linear, x.shape[0], self._kind
+        team, linear, count = self._team, self._linear, x.shape[0]
         lowered = team.empty((self._splits, count, self._parts * self._rank), torch.float32)
         of_step = self._rows.segments.data_ptr(), self._rows.order.data_ptr()
         sizes = self._ranks.data_ptr(), self._parts, self._rank, lowered.data_ptr()
@@ -210,7 +211,7 @@ class AdaptedLinear:
             team.threads, *of_step, x.data_ptr(), x.stride(0), x.shape[1], self._down.data_ptr(), *sizes, count,
             self._splits,
         )  # fmt: skip
-        team.run(lower_job(kind), LOWER, arguments)
+        team.run(self._lower, LOWER, arguments)
         sums, out = linear.sums(x), team.empty((count, linear.out_features), x.dtype)
         more = (
             team.threads, *of_step, sums.data_ptr(), self._panels, self._up.data_ptr(), *sizes,
@@ -218,7 +219,7 @@ class AdaptedLinear:
             linear.gate_address, self._ones.data_ptr(), self._zeros.data_ptr(), count, self._splits,
             len(self._entries),
         )  # fmt: skip
-        team.run(raise_job(kind), RAISE, more)
+        team.run(self._raise, RAISE, more)
         return out
 
     def write(self, slot: int, down: Tensor, up: Tensor) -> None:

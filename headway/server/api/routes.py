@@ -387,8 +387,7 @@ class Routes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        adapter = self._service.engine.adapters.get(name)
-        return _json(self._service.card(name if adapter is None else adapter))
+        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
