@@ -192,7 +192,7 @@ def test_flags_before_a_command_are_its_own(headway: CommandLine) -> None:
         ("--device tpu", "cuda"),
         ("--dtype int3", "bfloat16"),
         ("--quantization int3", "int8-weight-only"),
-        ("--kv-cache-dtype fp8", "int8"),
+        ("--kv-cache-dtype fp4", "int8"),
         ("--metric-percentiles 50,100", "'100'"),
         ("--load-format gguf", "safetensors"),
         ("--threads 0", "--threads"),

@@ -34,7 +34,7 @@ from headway.policy.step.sampling_params import SamplingParams
 class Core:
     """Notes in `log` what it was asked to do; has work until `steps` steps are done."""
 
-    waits_ms, handovers = 0, None
+    waits_ms, hooks = 0, ()
 
     def __init__(self, steps: int = 10**9, parts: int = 0) -> None:
         self.log: list[str] = []

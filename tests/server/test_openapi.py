@@ -61,7 +61,7 @@ def test_schemathesis_finds_nothing(server: LiveServer, document: dict[str, Any]
         _try(operation, seen, examples)
     assert len(statuses) == 34
     assert {name for name, seen in statuses.items() if 200 not in seen} <= {
-        name for name in statuses if "_id}" in name or name == "POST /v1/batches"
+        name for name in statuses if "_id}" in name or name == "POST /v1/batches" or "lora_adapter" in name
     }
     assert all(400 in seen for name, seen in statuses.items() if name.startswith("POST") and "_id}" not in name)
 

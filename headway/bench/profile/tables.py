@@ -147,6 +147,8 @@ def naive_table(naive: Naive) -> Table:
 
 
 def _times(naive: Naive, at: int) -> str:
+    if not naive.cached_ms[at]:
+        return "–"  # it came together with the token before it
     return f"{naive.naive_ms[at] / naive.cached_ms[at]:.1f} x"
 
 
