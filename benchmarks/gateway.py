@@ -71,7 +71,11 @@ model_list:
   - model_name: trivial
     litellm_params: {{model: openai/trivial, api_base: "{url}/v1", api_key: none}}
 """
-_VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+_VARIABLES = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
 
 
 @contextlib.contextmanager
