@@ -1,6 +1,6 @@
 """What `headway gateway` adds to a request, beside nginx and beside no proxy at all.
 
-    python -m benchmarks.gateway [--rate 500] [--seconds 10] [--rounds 3] [--streams 400] [--litellm]
+    python -m benchmarks.gateway [--rate 500] [--seconds 10] [--rounds 3] [--streams 400]
 
 The backend costs next to nothing (`trivial_server`) and has a core together with the client; each proxy has the other.
 In each round every contestant gets the same requests, one contestant after the other:
@@ -9,9 +9,7 @@ In each round every contestant gets the same requests, one contestant after the 
 * `streams`: --streams answers at a time, 20 tokens a second each, through the gateway and nginx.
 
 How much a proxy can do on one core is what it did for each second of processor time that it used. nginx is
-left out where there is none. With --litellm, LiteLLM's proxy takes part, whose program must be on the PATH; a core
-of it keeps up with some 100 requests a second, so give a --rate below that. The result goes to
-benchmarks/results/gateway.json (--output).
+left out where there is none. The result goes to benchmarks/results/gateway.json (--output).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from headway.load.request import PlannedRequest, Prompt
 
 # A contestant that others keep from its core for more of the time falls behind, however little each request costs.
 MOST_WAITED = 0.05
-DIRECT, GATEWAY, NGINX, LITELLM = "direct", "headway", "nginx", "litellm"
+DIRECT, GATEWAY, NGINX = "direct", "headway", "nginx"
 _GATEWAY_FILE = """
 [[backend]]
 name = "trivial"
@@ -66,22 +64,9 @@ http {{
 }}
 """
 
-_LITELLM_FILE = """
-model_list:
-  - model_name: trivial
-    litellm_params: {{model: openai/trivial, api_base: "{url}/v1", api_key: none}}
-"""
-_VARIABLES = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_LOG": "ERROR",
-    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-}
-
 
 @contextlib.contextmanager
-def proxy(
-    kind: str, backend: str, core: int, litellm: str | None = None
-) -> Iterator[tuple[str, psutil.Process | None]]:
+def proxy(kind: str, backend: str, core: int) -> Iterator[tuple[str, psutil.Process | None]]:
     """The URL of a proxy in front of the backend, on that core, and its process; of none for DIRECT."""
     if kind == DIRECT:
         yield backend, None
@@ -93,16 +78,12 @@ def proxy(
             file.write_text(_GATEWAY_FILE.format(url=backend))
             command = [sys.executable, "-m", "headway", "gateway", str(file), "--host=127.0.0.1", f"--port={port}"]
             command.append("--log-level=warning")
-        elif kind == LITELLM:
-            file = file.with_suffix(".yaml")
-            file.write_text(_LITELLM_FILE.format(url=backend))
-            command = [LITELLM, f"--config={file}", "--host=127.0.0.1", f"--port={port}", "--num_workers=1"]
         else:
             address = backend.removeprefix("http://")
             file.write_text(_NGINX_FILE.format(folder=folder, address=address, port=port))
             command = ["nginx", "-p", folder, "-c", str(file)]
         with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment() | _VARIABLES)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
             try:
                 os.sched_setaffinity(process.pid, {core})
                 _await(port, process, Path(folder) / "log")
@@ -121,7 +102,7 @@ def _free_port() -> int:
 
 
 def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 30
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
@@ -168,7 +149,7 @@ def streams(count: int, seconds: float) -> list[PlannedRequest]:
 
 def run(arguments: argparse.Namespace, cores: tuple[int, int]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over the rounds, by load and contestant."""
-    proxies = [GATEWAY, *([NGINX] if shutil.which("nginx") else []), *([LITELLM] if arguments.litellm else [])]
+    proxies = [GATEWAY, NGINX] if shutil.which("nginx") else [GATEWAY]
     loads = {
         "rate": (poisson(arguments.rate, arguments.seconds, 1), 0, [DIRECT, *proxies]),
         "streams": (streams(arguments.streams, arguments.seconds), GAP_MS, proxies),
@@ -214,7 +195,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=400, help="at a time")
-    parser.add_argument("--litellm", action="store_true", help="measure its proxy, too")
     parser.add_argument("--output", type=Path, default=RESULTS / "gateway.json")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))

@@ -12,7 +12,7 @@ from benchmarks import gateway
 
 def test_every_contestant_is_measured_in_every_round(capsys: pytest.CaptureFixture[str]) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    arguments = argparse.Namespace(rate=40.0, seconds=0.5, rounds=1, streams=4, litellm=False)
+    arguments = argparse.Namespace(rate=40.0, seconds=0.5, rounds=1, streams=4)
     try:
         results = gateway.run(arguments, (cores[0], cores[-1]))
     finally:
