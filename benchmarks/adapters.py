@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.machine import RESULTS, keep
+from benchmarks.processes import Timed
 from benchmarks.rounds import Rounds, number, spread
 from headway import LLM, LoRARequest, SamplingParams
 from headway.engine.messages import AddRequest
@@ -52,32 +52,6 @@ for line in sys.stdin:
     llm.generate(given, params, use_tqdm=False, lora_request=asked if line.strip() == "mixed" else None)
     print("took", time.perf_counter() - began, flush=True)
 """
-
-
-class Vllm:
-    """vLLM with adapters, in a process of its own."""
-
-    def __init__(self, python: str, *given: object) -> None:
-        command = [python, "-c", _VLLM, json.dumps(given)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._line("ready")
-
-    def _line(self, first: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(first):
-                return line.removeprefix(first)
-        raise SystemExit("vLLM ended; its error is above")
-
-    def seconds(self, kind: str) -> float:
-        assert self._process.stdin is not None
-        print(kind, file=self._process.stdin, flush=True)
-        return float(self._line("took"))
-
-    def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(60)
 
 
 def write_adapters(model: Path, folder: Path, count: int, rank: int, targets: str) -> list[Path]:
@@ -135,7 +109,7 @@ def steady(arguments: argparse.Namespace, found: Rounds) -> None:
                 peer = None
                 if arguments.vllm and quantization == "none":
                     given = str(model), list(map(str, paths)), prompts, new, arguments.threads, arguments.rank
-                    peer = Vllm(arguments.vllm, *given)
+                    peer = Timed(arguments.vllm, _VLLM, *given)
                     stack.callback(peer.close)
                 for at in range(-1, arguments.rounds):
                     measured = {}

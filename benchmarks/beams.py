@@ -10,8 +10,6 @@ how many blocks as many copies of the longest text would take. vLLM runs in a pr
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import tempfile
 import time
 from contextlib import ExitStack
@@ -20,6 +18,7 @@ from typing import Any
 
 from benchmarks.checkpoint import SHAPES, write_checkpoint
 from benchmarks.machine import RESULTS, keep
+from benchmarks.processes import Timed
 from benchmarks.rounds import Rounds, number, spread
 from headway import LLM, BeamSearchParams, SamplingParams
 from headway.bundled import STORY
@@ -43,33 +42,6 @@ for line in sys.stdin:
     llm.beam_search([{"prompt_token_ids": prompt}], params)
     print("took", time.perf_counter() - began, flush=True)
 """
-
-
-class Vllm:
-    """vLLM's beam search in a process of its own."""
-
-    def __init__(self, python: str, folder: Path, prompt: list[int], new_tokens: int, threads: int) -> None:
-        given = json.dumps([str(folder), prompt, new_tokens, threads])
-        command = [python, "-c", _VLLM, given]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._line("ready")
-
-    def _line(self, first: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(first):
-                return line.removeprefix(first)
-        raise SystemExit("vLLM ended; its error is above")
-
-    def seconds(self, width: int) -> float:
-        assert self._process.stdin is not None
-        print(width, file=self._process.stdin, flush=True)
-        return float(self._line("took"))
-
-    def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(60)
 
 
 def search(llm: LLM, prompt: list[int], width: int, new_tokens: int) -> tuple[float, int]:
@@ -111,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             llm = LLM(str(path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", **options)
             peer = None
             if arguments.vllm and shape != "story":
-                peer = Vllm(arguments.vllm, path, prompt, new, arguments.threads)
+                peer = Timed(arguments.vllm, _VLLM, str(path), prompt, new, arguments.threads)
                 stack.callback(peer.close)
             for width in arguments.widths:
                 for at in range(-1, arguments.rounds):

@@ -15,13 +15,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.checkpoint import SHAPES
+from headway.bundled import STORY
 from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
-from headway.engine.core import StepsInOrder
+from headway.engine.core import EngineCore, StepsInOrder
 from headway.engine.messages import AddRequest
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -29,6 +32,16 @@ DTYPE = "bfloat16"
 BLOCK = 16
 UNTIMED = 2  # steps of a point that bring everything into place
 MOST_STEPS = 40  # most steps of a point at a time
+
+
+def engine_of(shape: str, **settings: Any) -> EngineCore:
+    """An engine with a shape in bfloat16: the bundled model, or any other of SHAPES with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        named: dict[str, Any] = {"model": str(STORY)}
+        if shape != "story":
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+            named = {"model": folder, "load_format": "dummy"}
+        return build_engine(EngineConfig(**named, dtype=DTYPE, **settings)).core
 
 
 class LiveEngine:

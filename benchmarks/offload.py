@@ -10,7 +10,6 @@ the system's cache, so a disk is slower than this for prompts of long ago.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,10 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.live_engine import engine_of
 from benchmarks.machine import RESULTS, about, own_file, save
-from headway.bundled import STORY
-from headway.engine.build import build_engine
-from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.offload import Offload
@@ -59,21 +56,9 @@ class Forced(LoadTime):
 
 
 def engine(shape: str, target: str, longest: int, threads: int | None) -> EngineCore:
-    """Make an engine; weights are random, except the bundled model's."""
-    with tempfile.TemporaryDirectory() as folder:
-        if shape != "story":
-            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        settings = EngineConfig(
-            model=str(STORY) if shape == "story" else folder,
-            load_format="auto" if shape == "story" else "dummy",
-            dtype="bfloat16",
-            device="cpu",
-            max_model_len=longest + 64,
-            kv_cache_memory=1 << 30,
-            num_threads=threads,
-            kv_offload=target,
-        )
-        return build_engine(settings).core
+    """Make an engine that keeps blocks there; weights are random, except the bundled model's."""
+    sizes = {"max_model_len": longest + 64, "kv_cache_memory": 1 << 30, "num_threads": threads}
+    return engine_of(shape, device="cpu", kv_offload=target, **sizes)
 
 
 def first_token_ms(core: EngineCore, name: str, tokens: list[int]) -> float:

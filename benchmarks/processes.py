@@ -159,3 +159,33 @@ def finish(name: str, command: list[str]) -> None:
     if code:
         raise Died(f"{name} ended with exit code {code}; its log ({log}):\n{tail(log)}")
     log.unlink()
+
+
+class Timed:
+    """A program in a Python of its own, such as vLLM's: it says `ready`, and for each line the seconds that it `took`.
+
+    Args:
+        given: JSON-able; the program's first argument.
+    """
+
+    def __init__(self, python: str, program: str, *given: object) -> None:
+        command = [python, "-c", program, json.dumps(given)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._line("ready")
+
+    def _line(self, first: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(first):
+                return line.removeprefix(first)
+        raise SystemExit("the program ended; its error is above")
+
+    def seconds(self, asked: object) -> float:
+        assert self._process.stdin is not None
+        print(asked, file=self._process.stdin, flush=True)
+        return float(self._line("took"))
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(60)

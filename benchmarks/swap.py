@@ -10,21 +10,17 @@ stands what the engine predicted for both when it decided. See benchmarks/README
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import SHAPES
+from benchmarks.live_engine import engine_of
 from benchmarks.machine import RESULTS, about, own_file, save
-from headway.bundled import STORY
-from headway.engine.build import build_engine
-from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.policy.cache.swap import SwapSpace
@@ -63,23 +59,17 @@ class Case:
 
 def engine(shape: str, device: str, longest: int, threads: int | None) -> EngineCore:
     """Make an engine with as much memory on the host as in the pool. Weights are random, except the bundled model's."""
-    with tempfile.TemporaryDirectory() as folder:
-        if shape != "story":
-            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        settings = EngineConfig(
-            model=str(STORY) if shape == "story" else folder,
-            load_format="auto" if shape == "story" else "dummy",
-            dtype="bfloat16",
-            device=device,
-            max_model_len=longest + 2 * OUTPUT,
-            max_num_seqs=32,
-            kv_cache_memory=2 << 30,
-            swap_space=1.0,
-            enable_prefix_caching=False,
-            scheduling_policy="fcfs",
-            num_threads=threads,
-        )
-        return build_engine(settings).core
+    return engine_of(
+        shape,
+        device=device,
+        max_model_len=longest + 2 * OUTPUT,
+        max_num_seqs=32,
+        kv_cache_memory=2 << 30,
+        swap_space=1.0,
+        enable_prefix_caching=False,
+        scheduling_policy="fcfs",
+        num_threads=threads,
+    )
 
 
 class Trial:

@@ -137,38 +137,13 @@ def _build(
         make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
         scheduler = config.scheduler(device.type, size, make, swap)
-        hooks: list[StepHooks] = []
-        if adapters is not None:
-            from headway.engine.adapters import AdapterLoads
-
-            hooks.append(AdapterLoads(adapters, scheduler))
-        if config.kv_offload is not None and runner.host is not None:
-            from headway.engine.offload import offload_of
-
-            hooks.append(offload_of(config, start.folder, scheduler, runner.host, str(device)))
     with stages.timed("warm_up"):
         blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
-        if config.speculative_config is not None:
-            hooks.append(_speculator(start, runner, scheduler, draft))
-        if config.role != "both" and runner.host is not None:
-            from headway.engine.handover import Handovers, layout_of
-
-            about = device.type, str(start.dtype), config.quantization, shown
-            hooks.append(Handovers(config, scheduler, runner.host, layout_of(config, start.folder, about, runner.host)))
-    if config.nvtx:
-        from headway.engine.marks import StepMarks
-
-        hooks.append(StepMarks())
-    steps = None
-    if (
-        config.async_scheduling
-        and runner.runs_ahead
-        and pool.executor is runner
-        and all(hook.allows_ahead for hook in hooks)
-    ):
-        steps = StepsAhead(scheduler, runner)
+        hooks = _hooks(start, runner, scheduler, draft, adapters)
+    ahead = config.async_scheduling and runner.runs_ahead and pool.executor is runner
+    steps = StepsAhead(scheduler, runner) if ahead and all(hook.allows_ahead for hook in hooks) else None
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
     core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
     core.adapters = adapters
@@ -401,6 +376,34 @@ def _adapters(start: Prepared, model: Decoder) -> tuple[Adapters, list[AdapterFo
     if not config.preload_what_fits and (failed := [each.error for each in found if each.error]):
         raise EngineError(failed[0])
     return adapters, found
+
+
+def _hooks(
+    start: Prepared, runner: Runner, scheduler: Scheduler, draft: Decoder | None, adapters: Adapters | None
+) -> list[StepHooks]:
+    """What takes part in steps, as far as it is asked for. Raises EngineError or ValueError where it cannot be."""
+    config, host, hooks = start.config, runner.host, list[StepHooks]()
+    if adapters is not None:
+        from headway.engine.adapters import AdapterLoads
+
+        hooks.append(AdapterLoads(adapters, scheduler))
+    if config.kv_offload is not None and host is not None:
+        from headway.engine.offload import offload_of
+
+        hooks.append(offload_of(config, start.folder, scheduler, host, str(start.device)))
+    if config.speculative_config is not None:
+        hooks.append(_speculator(start, runner, scheduler, draft))
+    if config.role != "both" and host is not None:
+        from headway.engine.handover import Handovers, layout_of
+
+        shown = str(start.cache_dtype).removeprefix("torch.")
+        about = start.device.type, str(start.dtype), config.quantization, shown
+        hooks.append(Handovers(config, scheduler, host, layout_of(config, start.folder, about, host)))
+    if config.nvtx:
+        from headway.engine.marks import StepMarks
+
+        hooks.append(StepMarks())
+    return hooks
 
 
 def _speculator(start: Prepared, target: Runner, scheduler: Scheduler, draft: Decoder | None) -> Speculator:
