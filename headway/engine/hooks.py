@@ -1,6 +1,7 @@
 """What takes part in the steps of an engine beside its scheduler and its executor.
 
-These are drafts, beam searches, prompts that engines hand over to each other, and blocks that are kept elsewhere.
+These are drafts, beam searches, prompts that engines hand over to each other, blocks that are kept elsewhere, adapters
+on their way into slots, and marks for profilers.
 """
 
 from __future__ import annotations

@@ -194,6 +194,12 @@ def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_the_limit(fold
     assert taker.scheduler.host.num_used == 0
 
 
+def test_handles_have_the_port_that_was_asked_for(folder: str) -> None:
+    port = closed()
+    giver = engine(folder, role="prefill", kv_transfer_port=port)
+    assert handles(giver, one=PROMPTS[3])["one"].remote_port == port
+
+
 def test_an_engine_without_room_keeps_nothing_and_says_so(folder: str) -> None:
     giver = engine(folder, role="prefill", dtype="float32", swap_space=3 * 8192 / 2**30)  # three blocks
     params = SamplingParams(max_tokens=1)

@@ -112,6 +112,16 @@ def test_what_was_evicted_is_found_again_also_after_a_restart(
     assert ask(other, 0)[1] == 0
 
 
+def test_a_folder_takes_no_more_than_it_may(folder: str, answers: list[list[int]], tmp_path: Path) -> None:
+    room = 100_000
+    asked_last = engine(folder, tmp_path, kv_offload_size=room / 2**30)
+    for number in range(4):
+        assert ask(asked_last, number)[0] == answers[number]
+        settle(asked_last)
+    sizes = [page.stat().st_size for page in tmp_path.rglob("*.kv")]
+    assert room / 2 < sum(sizes) <= room < sum(sizes) + max(sizes)
+
+
 def test_what_is_damaged_is_computed_again_with_a_line(
     folder: str, answers: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
