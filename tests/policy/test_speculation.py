@@ -42,6 +42,7 @@ class Machine:
         drafting_ms: what it takes to make them, for each sequence.
         noise: most that a step's time differs from the machine's, as a share.
         cold: how much longer a step takes behind one that was not left alone, whose numbers are in the caches.
+        changes: the share of steps after which the machine becomes half as quick, or as quick as before.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Machine:
         drafting_ms: float = 0.01,
         noise: float = 0.1,
         cold: float = 0.0,
+        changes: float = 0.0,
+        seed: int = 7,
     ) -> None:
         self.cost, self.chance, self.offered = cost, chance, offered
+        self.changes, self.pace = changes, 1
         self.drafting_ms, self.noise, self.cold = drafting_ms, noise, cold
-        self.rng = random.Random(7)
+        self.rng = random.Random(seed)
         self.policy = Speculation(MOST, StepTimeModel())
         self.ms, self.tokens = 0.0, 0
         self.rows: list[int] = []
@@ -83,7 +87,9 @@ class Machine:
             self.rows.append(rows)
             chosen = {}
             rests = policy.rests()
-            policy.took(sequences, rows, new, int(took * MS))
+            policy.took(sequences, rows, new, int(took * self.pace * MS))
+            if self.changes and rng.random() < self.changes:
+                self.pace = 3 - self.pace
             if rests:
                 busy = False
                 continue
@@ -242,6 +248,13 @@ def test_times_between_sizes_and_beyond() -> None:
     times.observe(4, 40 * MS)
     times.observe(9, 18 * MS)
     assert times.known_ns(4) == times.known_ns(9), "fewer rows cannot take longer"
+
+
+def test_a_machine_that_becomes_slower_and_quicker_drafts_as_one_that_does_not() -> None:
+    def won(changes: float) -> float:
+        return sum(Machine(tiles, 0.5, changes=changes, seed=seed).run(4, 600) for seed in range(4)) / 4
+
+    assert won(1 / 40) > 0.93 * won(0.0) > 1.5
 
 
 def test_a_proposal_is_compared_up_to_the_first_that_differs() -> None:

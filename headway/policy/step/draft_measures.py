@@ -12,6 +12,22 @@ _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so man
 _COMMON = 0.8  # Leviathan et al. (2023) report 0.5 to 0.9 for drafts of models; what is hoped for is tried
 _LEAST_CHANCE = 0.05
 _STEPS_KEPT = 768
+_PACE_GAIN = 0.25
+
+
+class Pace:
+    """How long steps take of late, as a multiple of what the same steps took before.
+
+    A machine that others use too becomes slower and quicker within some steps, and then all sizes do. A size that was
+    measured while it was slow would else look worse than those that are measured now.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def note(self, ratio: float) -> None:
+        """A step took so many times as long as expected."""
+        self.now *= min(max(ratio, 0.5), 2.0) ** _PACE_GAIN
 
 
 class RowTimes:
@@ -22,9 +38,13 @@ class RowTimes:
 
     Args:
         memory: the mean is over about so many steps of a size.
+        pace: what all times are multiplied with.
+        leads: the pace follows the steps that are observed here.
     """
 
-    def __init__(self, memory: int = 8) -> None:
+    def __init__(self, memory: int = 8, pace: Pace | None = None, leads: bool = False) -> None:
+        self.pace = pace or Pace()
+        self._leads = leads
         self._memory = memory
         self._counts: dict[int, int] = {}
         self._ns: dict[int, float] = {}
@@ -48,8 +68,11 @@ class RowTimes:
             self._rows = sorted(self._ns)
             self._recent.clear()
         self._recent.add(rows)
-        known = self._ns.get(rows)
-        counted = max(1.0, float(took_ns) if known is None else min(float(took_ns), 2.0 * known))
+        known, pace = self._ns.get(rows), self.pace
+        if known is not None and self._leads:
+            pace.note(took_ns / pace.now / known)
+        own = took_ns / pace.now
+        counted = max(1.0, own if known is None else min(own, 2.0 * known))
         count = self._counts[rows] = 1 if known is None else min(self._counts[rows] + 1, self._memory)
         self._ns[rows] = now = counted if known is None else known + (counted - known) / count
         if known is None:
@@ -58,11 +81,12 @@ class RowTimes:
             if self._ns[smaller] <= now:
                 break
             self._ns[smaller] = now  # it cannot take longer
-        return counted
+        return counted * pace.now
 
     def known_ns(self, rows: int) -> float | None:
         """The nanoseconds of a step of so many rows; None where none was measured."""
-        return self._ns.get(rows)
+        known = self._ns.get(rows)
+        return None if known is None else known * self.pace.now
 
     @property
     def smallest(self) -> int:
@@ -82,20 +106,23 @@ class RowTimes:
         """
         above = bisect_right(self._rows, rows)
         low = self._rows[above - 1]
-        if above == len(self._rows):
-            return self._ns[low] + (rows - low) * (min(row_ns, self._slope(above - 1)) if above > 1 else row_ns)
-        return self._ns[low] + (rows - low) * self._slope(above)
+        if above < len(self._rows):
+            return self._at(low) + (rows - low) * self._slope(above)
+        return self._at(low) + (rows - low) * (min(row_ns, self._slope(above - 1)) if above > 1 else row_ns)
 
     def feared_ns(self, rows: int, row_ns: float) -> float:
         """The same where a row beyond all known sizes costs at least `row_ns`."""
         low = self._rows[-1]
         steepest = max(row_ns, self._slope(len(self._rows) - 1)) if len(self._rows) > 1 else row_ns
-        return self._ns[low] + (rows - low) * steepest if rows > low else self.expected_ns(rows, row_ns)
+        return self._at(low) + (rows - low) * steepest if rows > low else self.expected_ns(rows, row_ns)
+
+    def _at(self, rows: int) -> float:
+        return self._ns[rows] * self.pace.now
 
     def _slope(self, at: int) -> float:
         """Nanoseconds of a row between a known size and the one before it."""
         low, high = self._rows[at - 1], self._rows[at]
-        return (self._ns[high] - self._ns[low]) / (high - low)
+        return (self._at(high) - self._at(low)) / (high - low)
 
 
 class HitRates:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headway.policy.step.draft_measures import Confidences, RowTimes
+from headway.policy.step.draft_measures import Confidences, Pace, RowTimes
 
 # Tokens of sequences that are computed between two steps, so that long prompts delay nobody.
 CAUGHT_UP_AT_ONCE = 256
@@ -79,6 +79,10 @@ class Drafting:
         self._step = _Step(0, float, 0, 0.0)
 
     # --- what is measured ---------------------------------------------------------------------------
+
+    def follow(self, pace: Pace) -> None:
+        """Have passes keep pace with steps."""
+        self._passes.pace = pace
 
     def passed(self, tokens: int, took_ns: int) -> None:
         """A pass of so many tokens has given drafts."""

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headway.policy.step.draft_measures import HitRates, RowTimes
+from headway.policy.step.draft_measures import HitRates, Pace, RowTimes
 from headway.policy.step.drafting import Drafting
 from headway.policy.step.step_time import StepTimeModel
 
@@ -76,9 +76,12 @@ class Speculation:
         self.drafting = drafting
         self._most = most
         self._step_time = step_time
-        self._times, self._rates = RowTimes(), HitRates()
+        pace = Pace()
+        self._times, self._rates = RowTimes(pace=pace, leads=True), HitRates()
         self._alone = RowTimes(_MEMORY_ALONE)  # the times of steps that were left alone
         self._looking = RowTimes(_MEMORY_ALONE)  # those of others without drafts
+        if drafting is not None:
+            drafting.follow(pace)
         self._standing: Mapping[int, Proposal] = {}
         self._credit_ns = 0.0  # what may be lost
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
@@ -141,6 +144,8 @@ class Speculation:
         elif not counted:
             self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
+        if drafted:
+            plain = self._plain_now_ns(sequences) or plain
         if not self._plain_ns:
             self._credit_ns += (_CREDIT_AT_START + self._further_credit) * plain
         self._plain_ns = plain
@@ -150,6 +155,12 @@ class Speculation:
         """What a step of so many sequences takes that is left alone; at first, that merely has no drafts."""
         plain, alone = self._times.known_ns(sequences), self._alone.known_ns(sequences)
         return plain if plain is None or alone is None else alone
+
+    def _plain_now_ns(self, sequences: int) -> float | None:
+        """The same at the machine's pace of late, which steps with drafts and their passes are compared with."""
+        plain, alone = self._times.known_ns(sequences), self._alone.known_ns(sequences)
+        looking = self._looking.known_ns(sequences)
+        return plain if plain is None or alone is None or looking is None else plain * min(1.0, alone / looking)
 
     def spent(self, took_ns: int) -> None:
         """So long it took to find drafts, or none, without the passes of a model.
@@ -191,7 +202,7 @@ class Speculation:
         Args:
             slack_ns: the time within which that step must have ended.
         """
-        plain, drafting = self._known_plain_ns(decoding), self.drafting
+        plain, drafting = self._plain_now_ns(decoding), self.drafting
         if drafting is None or plain is None:
             return None
         row_ns = self._row_ns(plain / decoding)
@@ -228,7 +239,7 @@ class Speculation:
         return self._best(proposals, decoding, with_prompts) if proposals else {}
 
     def _best(self, proposals: Mapping[int, Proposal], decoding: int, with_prompts: bool) -> dict[int, list[int]]:
-        plain = self._known_plain_ns(decoding)
+        plain = self._plain_now_ns(decoding)
         if plain is None:
             return {}
         gains: list[tuple[float, int]] = []
