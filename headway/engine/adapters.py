@@ -114,6 +114,10 @@ class Adapters:
         """Let the host's memory forget an adapter. It stays where sequences have it, and may be read again for them."""
         self._thread.submit(self._kept.pop, digest, None)
 
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended or was preempted."""
+        self.slots.pop(seq_id, None)
+
     def decoder_for(self, step: ModelInput, scheduled: list[ScheduledSequence]) -> Decoder | None:
         """The decoder of a step, told which rows have which adapter; None where none has any."""
         slots = [self.slots.get(item.seq_id, -1) for item in scheduled]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -96,6 +96,27 @@ class BlockTables:
             self._free.append(row)
 
 
+@dataclass(slots=True)
+class _Listed:
+    """The numbers of a step's tokens, one for each, and of its sequences.
+
+    Args:
+        starts: where the tokens of each sequence begin; and their end.
+        last: the tokens whose logits are wanted.
+        rows: of the block tables.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    contexts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
 class StepLayout:
     """Makes the tensors of steps.
 
@@ -140,12 +161,23 @@ class StepLayout:
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput:
         """The tensors of a step of these sequences. They hold until the next step is laid out."""
-        size, pitch = self._block_size, self._pitch
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        starts, contexts, lengths, last, samples = [0], [], [], [], []
+        listed = self._list(scheduled, sequences)
+        contexts, longest = listed.contexts, max(listed.contexts)
+        most = -(-longest // self._block_size)
+        make = self._copied if len(listed.tokens) > self._most_repeated else self._filled
+        laid_out = make(listed, most)
+        step = laid_out.geometry
+        step.context_lens_host, step.max_context_len, step.spans, step.families = contexts, longest, None, ()
+        if longest > LEAST_COMMON and len(contexts) > 1:
+            step.families = self.families.of(listed.rows, contexts, listed.lengths)
+            if step.families and self._device.type == "cuda":
+                step.common = self._common(step.families, listed.lengths)
+        return laid_out if len(self._tables) == 1 else self._grouped(laid_out, listed.rows, listed.positions, most)
+
+    def _list(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> _Listed:
+        """The numbers of a step."""
+        size, pitch, listed = self._block_size, self._pitch, _Listed()
+        tokens, positions, slots, last = listed.tokens, listed.positions, listed.slots, listed.last
         for item, sequence in zip(scheduled, sequences, strict=True):
             start, table = item.start, sequence.block_table
             count = len(item.token_ids)
@@ -157,56 +189,45 @@ class StepLayout:
                 span = range(start, start + count)
                 positions.extend(span)
                 slots.extend([table[p // size] * pitch + p % size for p in span])
-            starts.append(len(tokens))
-            lengths.append(count)
-            samples.append(item.samples)
-            contexts.append(start + count)
-            rows.append(self.tables.row(sequence))
+            listed.starts.append(len(tokens))
+            listed.lengths.append(count)
+            listed.samples.append(item.samples)
+            listed.contexts.append(start + count)
+            listed.rows.append(self.tables.row(sequence))
             if item.samples == 1:
                 last.append(len(tokens) - 1)
             elif item.samples:
                 last.extend(range(len(tokens) - item.samples, len(tokens)))
-        longest = max(contexts)
-        most = -(-longest // size)
-        count = len(tokens)
-        repeatable = count <= self._most_repeated
-        kind = tuple(lengths), tuple(samples)
-        is_long = longest > LEAST_COMMON and len(rows) > 1
-        families = self.families.of(rows, contexts, lengths) if is_long else ()
-        if not repeatable:
-            numbers, last_rows = self._copied(tokens + positions + slots, last)
-            block_tables = to_device(self.tables.array[rows, :most], self._device)
-        else:
-            self._fill(tokens, positions, slots, rows, most)
-            if kind in self._kept:
-                laid_out = self._laid_out_again(*self._kept[kind], contexts, longest, families)
-                return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
-            numbers, last_rows = torch.from_numpy(self._numbers[:, :count]), torch.tensor(last, dtype=torch.int64)
-            block_tables = torch.from_numpy(self._tables[0, : len(rows)])
-        lens = np.array(starts + contexts, np.int32)
-        on_device = torch.from_numpy(lens) if repeatable else to_device(lens, self._device)
-        query_start, context_lens = on_device.split([len(starts), len(contexts)])
-        geometry = StepGeometry(
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            slots=numbers[2],
-            positions=numbers[1],
-            num_sequences=len(scheduled),
-            max_query_len=max(lengths),
-            max_context_len=longest,
-            query_lens_host=lengths,
-            context_lens_host=contexts,
-            repeatable=repeatable,
-            families=families,
-            common=self._common(families, lengths) if families and self._device.type == "cuda" else None,
-        )
-        laid_out = ModelInput(numbers[0], geometry, last_rows)
-        if repeatable:
+        return listed
+
+    def _copied(self, listed: _Listed, most: int) -> ModelInput:
+        """A step whose tensors are copied to the device: one for the lengths, one for tables, one for all else."""
+        numbers = listed.tokens + listed.positions + listed.slots
+        copied = to_device(np.array(numbers + listed.last, np.int64), self._device)
+        tables = to_device(self.tables.array[listed.rows, :most], self._device)
+        lens = to_device(np.array(listed.starts + listed.contexts, np.int32), self._device)
+        return _input(listed, copied[: len(numbers)].view(3, -1), copied[len(numbers) :], tables, lens, False)
+
+    def _filled(self, listed: _Listed, most: int) -> ModelInput:
+        """A step whose tensors are where they always are; the first `most` blocks of tables may be there already."""
+        count, rows = len(listed.tokens), listed.rows
+        self._numbers[:, :count] = listed.tokens, listed.positions, listed.slots
+        wanted = rows, most, self.tables.version
+        if self._taken != wanted:
+            for array, tables in zip(self.tables.arrays, self._tables, strict=True):
+                np.take(array[:, :most], rows, axis=0, out=tables[: len(rows), :most])
+            self._taken = wanted
+        kind = tuple(listed.lengths), tuple(listed.samples)
+        if kind not in self._kept:
             if len(self._kept) == _MOST_KINDS:
                 self._kept.clear()
-            self._kept[kind] = laid_out, lens[len(starts) :]
-        return laid_out if len(self._tables) == 1 else self._grouped(laid_out, rows, positions, most)
+            lens = np.array(listed.starts + listed.contexts, np.int32)
+            numbers, tables = torch.from_numpy(self._numbers[:, :count]), torch.from_numpy(self._tables[0, : len(rows)])
+            places = numbers, torch.tensor(listed.last, dtype=torch.int64), tables
+            self._kept[kind] = _input(listed, *places, torch.from_numpy(lens), True), lens[len(listed.starts) :]
+        laid_out, context_lens = self._kept[kind]
+        context_lens[:] = listed.contexts
+        return laid_out
 
     def _common(self, families: Sequence[Family], lengths: list[int]) -> CommonParts | None:
         """What a GPU is to read once; None where that does not pay."""
@@ -234,32 +255,13 @@ class StepLayout:
         step.groups = replace(step, groups=()), *further
         return laid_out
 
-    def _copied(self, numbers: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
-        """Tokens, positions and slots [3, T], and the rows whose logits are wanted, in one copy to the device."""
-        copied = to_device(np.array(numbers + last, np.int64), self._device)
-        return copied[: len(numbers)].view(3, -1), copied[len(numbers) :]
 
-    def _laid_out_again(
-        self,
-        kept: ModelInput,
-        context_lens: np.ndarray,
-        contexts: list[int],
-        longest: int,
-        families: Sequence[Family],
-    ) -> ModelInput:
-        """The tensors of an earlier step of the same kind, filled for this one."""
-        context_lens[:] = contexts
-        step, sizes = kept.geometry, (len(contexts), kept.geometry.max_query_len, longest)
-        tensors = step.query_start, step.context_lens, step.block_tables, step.slots, step.positions
-        lens = step.query_lens_host, contexts
-        geometry = StepGeometry(*tensors, *sizes, *lens, repeatable=True, families=families)
-        return ModelInput(kept.token_ids, geometry, kept.last_rows)
-
-    def _fill(self, tokens: list[int], positions: list[int], slots: list[int], rows: list[int], most: int) -> None:
-        """Write a repeatable step to its place, and the first `most` blocks of its tables unless they are there."""
-        self._numbers[:, : len(tokens)] = tokens, positions, slots
-        wanted = rows, most, self.tables.version
-        if self._taken != wanted:
-            for array, tables in zip(self.tables.arrays, self._tables, strict=True):
-                np.take(array[:, :most], rows, axis=0, out=tables[: len(rows), :most])
-            self._taken = wanted
+def _input(
+    listed: _Listed, numbers: Tensor, last_rows: Tensor, block_tables: Tensor, lens: Tensor, repeatable: bool
+) -> ModelInput:
+    """The tensors of a step: `numbers` [3, T] are tokens, positions and slots, `lens` starts and contexts."""
+    query_start, context_lens = lens.split([len(listed.starts), len(listed.contexts)])
+    tensors = query_start, context_lens, block_tables, numbers[2], numbers[1]
+    sizes = len(listed.rows), max(listed.lengths), max(listed.contexts)
+    geometry = StepGeometry(*tensors, *sizes, listed.lengths, listed.contexts, repeatable=repeatable)
+    return ModelInput(numbers[0], geometry, last_rows)

@@ -259,15 +259,9 @@ class Runner:
         """Forget a sequence that has finished or was preempted."""
         sequence = self._known.pop(seq_id, None)
         if sequence is not None:
-            if self.grammars is not None:
-                self.grammars.forget(seq_id)
-            if self._states is not None:
-                self._states.forget(seq_id)
-            if self.results is not None:
-                self.results.forget(seq_id)
-            if self.adapters is not None:
-                self.adapters.slots.pop(seq_id, None)
-            self.layout.tables.forget(seq_id)
+            for part in (self.grammars, self._states, self.results, self.adapters, self.layout.tables):
+                if part is not None:
+                    part.forget(seq_id)
             self.sampler.forget(sequence)
 
     def begin_together(self) -> None:
@@ -283,12 +277,9 @@ class Runner:
 
     def recover(self) -> None:
         """Forget all that a failed step may have half written. It is made again from the sequences' tokens."""
-        self.layout.reset()
-        self.sampler.reset()
-        if self._states is not None:
-            self._states.reset()
-        if self.grammars is not None:
-            self.grammars.reset()
+        for part in (self.layout, self.sampler, self._states, self.grammars):
+            if part is not None:
+                part.reset()
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         try:

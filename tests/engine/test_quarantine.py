@@ -148,7 +148,7 @@ def fail_half_counted(monkeypatch: pytest.MonkeyPatch, core: EngineCore, fail: R
 
 
 PLACES: dict[str, Callable[[pytest.MonkeyPatch, EngineCore, Raise], None]] = {
-    "layout": lambda m, core, fail: patch(m, core.executor.layout, "_fill", nothing, fail),
+    "layout": lambda m, core, fail: patch(m, core.executor.layout, "_filled", nothing, fail),
     "tables": lambda m, core, fail: patch(m, core.executor.layout.tables, "row", nothing, fail),
     "recording": lambda m, core, fail: fail_anew(m, core, core.executor.kernels, "attention", fail),
     "arena": lambda m, core, fail: fail_anew(m, core, core.executor.kernels._team, "empty", fail),  # type: ignore

@@ -386,63 +386,70 @@ class Scheduler:
         sampled_ns, states, finish = times.sampled_ns, self.block_manager.states, self.sequences.finish
         for sequence, item in zip(sequences, plan.scheduled, strict=True):
             sequence.steps += 1
-            reason, samples = None, item.samples
-            if not samples:
-                sequence.num_computed += len(item.token_ids)
-                if sequence.pooling is not None:
-                    reason = self._end_of_pooled(sequence, tokens.get(item.seq_id, ()), sampled_ns)
-                    if reason is not None:
-                        changed.append((sequence, []))
-                    if reason is FinishReason.ERROR:
-                        finish(sequence, reason, sampled_ns)
-                        continue
-            elif (drawn := tokens[item.seq_id]) is None:
-                changed.append((sequence, []))
-                finish(sequence, FinishReason.ERROR, sampled_ns)
+            new, reason = self._take(sequence, item, tokens, sampled_ns)
+            if new is not None:
+                changed.append((sequence, new))
+            if reason is FinishReason.ERROR:
+                finish(sequence, reason, sampled_ns)
                 continue
-            else:
-                all_tokens = sequence.tokens
-                known = len(all_tokens)
-                for token in drawn:
-                    all_tokens.append(token)
-                    if token in sequence.stop_ids or len(all_tokens) >= sequence.max_len:
-                        reason = sequence.reason_to_end()
-                        if reason is not None:
-                            drawn = all_tokens[known:]
-                            break
-                sequence.last_token_ns = sampled_ns
-                if known == sequence.prompt_len and drawn:
-                    self.policy.first_token(sequence, sampled_ns)
-                changed.append((sequence, drawn))
-                sequence.num_computed = len(all_tokens) - 1
-                if samples > 1:
-                    self.block_manager.trim(sequence)
-                    sequence.drafts += samples - 1
-                    sequence.accepted_drafts += accepted_drafts(item, drawn)
             if size and (sequence.num_registered + 1) * size <= sequence.num_computed:
                 self.block_manager.register_full(sequence)
             if states is not None:
                 states.settle(sequence, item)
             if reason is not None:
                 finish(sequence, reason, sampled_ns)
-            elif sequence.clock_marks is None and samples and sequence.is_decoding:
+            elif sequence.clock_marks is None and item.samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
         if self.blocks.checkpoints is not None:
             self.blocks.checkpoints.end_step()
         self.sequences.waiting.end_step(changed)
         return changed
 
-    def _end_of_pooled(self, sequence: Sequence, told: Collection[int] | None, now: int) -> FinishReason | None:
-        """Why a sequence that is to give a vector ends; None while it goes on.
+    def _take(
+        self, sequence: Sequence, item: ScheduledSequence, tokens: Mapping[int, list[int] | None], now: int
+    ) -> tuple[list[int] | None, FinishReason | None]:
+        """Give a sequence what came of its part of a step.
 
-        `told` is None where the vector is not made of numbers.
+        Returns:
+            Its new tokens, None where it has neither sampled nor ended, and why it ends.
         """
+        if sequence.pooling is not None:
+            return self._take_vector(sequence, item, tokens.get(item.seq_id, ()), now)
+        if not item.samples:
+            sequence.num_computed += len(item.token_ids)
+            return None, None
+        drawn, reason = tokens[item.seq_id], None
+        if drawn is None:
+            return [], FinishReason.ERROR
+        all_tokens = sequence.tokens
+        known = len(all_tokens)
+        for token in drawn:
+            all_tokens.append(token)
+            if token in sequence.stop_ids or len(all_tokens) >= sequence.max_len:
+                reason = sequence.reason_to_end()
+                if reason is not None:
+                    drawn = all_tokens[known:]
+                    break
+        sequence.last_token_ns, sequence.num_computed = now, len(all_tokens) - 1
+        if known == sequence.prompt_len and drawn:
+            self.policy.first_token(sequence, now)
+        if item.samples > 1:
+            self.block_manager.trim(sequence)
+            sequence.drafts += item.samples - 1
+            sequence.accepted_drafts += accepted_drafts(item, drawn)
+        return drawn, reason
+
+    def _take_vector(
+        self, sequence: Sequence, item: ScheduledSequence, told: Collection[int] | None, now: int
+    ) -> tuple[list[int] | None, FinishReason | None]:
+        """Do as _take() does for a sequence that is to give a vector; `told` is None where that is not of numbers."""
+        sequence.num_computed += len(item.token_ids)
         if told is None:
-            return FinishReason.ERROR
+            return [], FinishReason.ERROR
         if sequence.num_to_compute:
-            return None
+            return None, None
         self.policy.first_token(sequence, now)
-        return FinishReason.STOP
+        return [], FinishReason.STOP
 
     def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
         """The running sequences that have no part in a step of these sequences."""
