@@ -31,7 +31,8 @@ from benchmarks.weights import CHECKPOINTS
 from headway import LLM, SamplingParams
 from headway.bundled import NAME, STORY
 from headway.kernels.cpu.linear import PackedLinear
-from headway.models.decoder import AttentionWeights, DenseMLP
+from headway.models.decoder import DenseMLP
+from headway.models.weights import AttentionWeights
 from headway.quantize.calibration import Calibration, windows, written
 from headway.quantize.quality import changed, mean_logs, read
 from headway.quantize.run import quantize

@@ -76,7 +76,7 @@ ROOMS = {
     ),
     "text": Room(ours={"text"}, forbidden=NO_DEVICE | NO_SERVER),
     "grammars": Room(
-        ours={"grammars", "policy.step.structured_outputs", "text.bounded", "text.tokenizer"},
+        ours={"grammars", "policy.step.structured_outputs", "text.bounded", "text.tokenizer", "text.tokenizer_files"},
         forbidden=NO_DEVICE | NO_SERVER,
     ),
     "engine": Room(

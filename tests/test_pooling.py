@@ -13,7 +13,8 @@ from headway.outputs.choices import TokenizedPrompt
 from headway.outputs.pooling import Pooler, cosine, judged_messages, pairs, relevance
 from headway.policy.step.pooling import PoolingParams
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 from tests.text.tiny_tokenizers import save_chat_model
 
 OLD = "sentence_transformers.models."

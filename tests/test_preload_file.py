@@ -10,7 +10,8 @@ import pytest
 from headway.config_files.preload import read_preload_file
 from headway.server.api.prompts import preloaded
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 from tests.text.tiny_tokenizers import save_chat_model
 
 GOOD = """\

@@ -11,7 +11,8 @@ from headway.load.errors import BenchError
 from headway.load.request import Prompt
 from headway.load.workload.prompts import TokenSource
 from headway.load.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
 SHORT_WORDS, LONG_WORDS = 16, 240

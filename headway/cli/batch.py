@@ -60,7 +60,7 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
 
     from headway.batch import BatchFailed
     from headway.server.batches.store import StoreError
-    from headway.text.tokenizer import TextError
+    from headway.text.tokenizer_files import TextError
 
     if options.url is not None and (options.model or options.served_model_name):
         fail("--url uses the model of the server; leave out --model and --served-model-name")

@@ -169,7 +169,8 @@ def _run(
         from headway.server.api.prompts import preloaded
         from headway.server.lifecycle import run_server
         from headway.text.chat_template import ChatTemplate, advice
-        from headway.text.tokenizer import TextError, Tokenizer
+        from headway.text.tokenizer import Tokenizer
+        from headway.text.tokenizer_files import TextError
 
         try:
             began = time.monotonic_ns()

@@ -9,7 +9,8 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from headway.grammars.compile import GrammarError
-from headway.text.tokenizer import TextError, bytes_of, read_json
+from headway.text.tokenizer import bytes_of
+from headway.text.tokenizer_files import TextError, read_json
 
 _KINDS = ("BPE", "Unigram")
 PAUSE_S = 0.02

@@ -19,7 +19,8 @@ from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams, sampling_defaults
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError, stated_eos_ids
 
 PromptType = str | list[int] | dict[str, Any]
 Message = dict[str, Any]

@@ -23,9 +23,9 @@ from headway.files import not_a_file
 from headway.kernels.adapters import AdapterSpec
 from headway.models.checkpoint import stored_name
 from headway.models.config import ModelConfig, ModelError, read_json
-from headway.models.decoder import LayerWeights, Placed
 from headway.models.families import WITHIN
 from headway.models.tensors import STACKED, Shapes, expected_tensors
+from headway.models.weights import LayerWeights, Placed
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 256

@@ -18,7 +18,7 @@ from headway.models.checkpoint import (
     WeightSource,
 )
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP, Placed
+from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts
@@ -37,6 +37,7 @@ from headway.models.tensors import (
     projected_kv,
     recurrent_names,
 )
+from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights, Placed
 
 _CENTRED_AT_ONCE = 4096  # rows
 GATES = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headway.cost.layers import CacheSpec
 from headway.kernels.interface import (
-    AddRMSNorm,
     AttentionShape,
     Kernels,
     LayerCache,
@@ -31,9 +30,8 @@ from headway.kernels.interface import (
 from headway.kernels.weights import SOFTMAX, Scores
 from headway.models.config import ModelConfig
 from headway.models.latent_attention import LatentAttention, LatentWeights
-from headway.models.layer_inputs import LayerInputs
-from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import query_factors, rope_tables
+from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights
 
 
 @dataclass(slots=True)
@@ -73,26 +71,6 @@ class MixtureMLP:
         has_shared = self.shared is not None
         chosen, weights = self.kernels.route(self.router(x), self.per_token, self.normalized, has_shared, self.scores)
         return self.experts(x, chosen, weights, None if self.shared is None else self.shared(x))
-
-
-@dataclass(slots=True)
-class AttentionWeights:
-    """The layers that make queries, keys and values, and that project the result; qkv stacks the rows of all three.
-
-    If results have gates, the rows of these come last.
-    """
-
-    qkv: Linear
-    query_norm: Tensor | None  # [head_dim], or of all heads together
-    key_norm: Tensor | None
-    o: Callable[[Tensor], Tensor]
-    cache: CacheSpec
-    rotated: bool = True  # whether queries and keys have rotary positions
-    norms_behind: bool = False  # their norms come behind these
-    sinks: Tensor | None = None  # [heads] float32
-    value_norm: Tensor | None = None  # [head_dim]
-    projected_kv: int = 2  # see ModelShape
-    norms: tuple[RMSNorm, RMSNorm] | None = None  # of queries and keys whose heads other ranks have, too
 
 
 class Attention:
@@ -167,51 +145,6 @@ class Attention:
         if weight is None:
             return x
         return rms_norm(x.view(len(x), -1, len(weight)), weight, self._eps).view(x.shape)
-
-
-@dataclass(slots=True)
-class Placed:
-    """A product as it was made of a checkpoint's layers: what adapters of these must know.
-
-    Args:
-        layers: the names of the layers whose rows are one under the other in it.
-        rows: int64, which of these rows each of its outputs is; None: they are in their order.
-        factor: what it was multiplied with.
-        centred: each input's outputs have a mean of 0.
-    """
-
-    product: Callable[[Tensor], Tensor]
-    layers: tuple[str, ...]
-    rows: Tensor | None = None
-    factor: float = 1.0
-    centred: bool = False
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer, laid out by the device's kernels."""
-
-    mixer_norm: Tensor | None  # [hidden]; None where its input is the residual stream itself
-    mixer: AttentionWeights | LatentWeights | DeltaNet | ShortConvolution
-    mlp_norm: Tensor | None  # [hidden]; None likewise
-    mlp: Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
-    mixed_norm: Tensor | None = None  # [hidden], of what the mixer adds to the residual stream
-    mlp_out_norm: Tensor | None = None  # [hidden], of what the MLP adds to it
-    end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
-    beside: bool = False  # the MLP reads what the mixer reads
-    placed: list[Placed] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class DecoderWeights:
-    """All weights of a decoder; with tied embeddings `embedding` takes rows of lm_head's weight."""
-
-    embedding: Callable[[Tensor], Tensor]  # [T] int64 -> [T, hidden]
-    layers: list[LayerWeights]
-    final_norm: Tensor | None  # [hidden]; None where layers of another stage follow, or the residual stream is wanted
-    lm_head: Linear
-    inputs: LayerInputs | None = None
-    add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
 
 
 class Decoder:

@@ -21,10 +21,11 @@ from headway.kernels.interface import Kernels, Linear
 from headway.models.assembler import Assembler
 from headway.models.checkpoint import Checkpoint, StageClock, has_tensor
 from headway.models.config import ModelConfig, ModelError, read_json
-from headway.models.decoder import AttentionWeights, Decoder, DecoderWeights
+from headway.models.decoder import Decoder
 from headway.models.folder import weight_files
 from headway.models.heads import REPEATED, HeadInputs, NormedHead
 from headway.models.tensors import layer_tensors
+from headway.models.weights import AttentionWeights, DecoderWeights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _LAYER = ("midlayer.", "layers.0.")  # what checkpoints call the layer

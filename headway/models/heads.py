@@ -24,9 +24,10 @@ from headway.kernels.interface import Kernels, Linear
 from headway.models.assembler import Assembler
 from headway.models.checkpoint import Checkpoint, RandomWeights, StageClock, has_tensor
 from headway.models.config import ModelConfig, ModelError, read_json
-from headway.models.decoder import Decoder, DecoderWeights
+from headway.models.decoder import Decoder
 from headway.models.gguf.config import gguf_files
 from headway.models.tensors import STACKED, layer_tensors
+from headway.models.weights import DecoderWeights
 
 REPEATED = 64  # results of steps of up to so many tokens are read at the same address, so that steps can be repeated
 

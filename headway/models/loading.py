@@ -26,7 +26,7 @@ from headway.models.checkpoint import (
     stored_name,
 )
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import Decoder, DecoderWeights
+from headway.models.decoder import Decoder
 from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf.checkpoint import GGUFCheckpoint
@@ -36,6 +36,7 @@ from headway.models.tensors import (
     Shapes,
     expected_tensors,
 )
+from headway.models.weights import DecoderWeights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

@@ -22,11 +22,12 @@ from headway.kernels.ranks import Ranks, Share
 from headway.kernels.weights import Groups, Weight
 from headway.models.checkpoint import WeightSource
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP
+from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.grouped import smaller_groups, with_rows
 from headway.models.layer_inputs import MLPBesideExperts
 from headway.models.quantization import EMBEDDING
 from headway.models.tensors import Shapes, expected_tensors
+from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights
 
 _OF_TOKENS = (f"{EMBEDDING}.", "lm_head.")
 _AFTER_SUM = (".o_proj.bias", ".out_proj.bias", ".down_proj.bias", ".down_proj_bias")  # which only one rank adds

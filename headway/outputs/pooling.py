@@ -19,7 +19,8 @@ from typing import Any
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.step.pooling import PoolingParams
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, Tokenizer, read_json
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError, read_json
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # Qwen3-Reranker was trained with this text.

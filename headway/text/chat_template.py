@@ -18,7 +18,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headway.text.plain_template import NotPlain, PlainTemplate
-from headway.text.tokenizer import TextError, Tokenizer, read_json
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError, read_json
 
 # Goes after the last message when it is to be continued; the text is cut where it comes out again.
 _CONTINUE_HERE = "\u2063continue\u2063here\u2063"

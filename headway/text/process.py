@@ -13,7 +13,8 @@ import msgspec
 
 from headway.text.bounded import BoundedProcess, Closed, limit_memory, serve
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 
 RENDER_S, ENCODE_S = 5.0, 60.0
 # More than this process has when it is ready.

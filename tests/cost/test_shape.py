@@ -14,11 +14,12 @@ from headway.cost.layers import CacheSpec, StateSpec
 from headway.cost.values import ModelError
 from headway.kernels.reference import ReferenceKernels
 from headway.models.config import ModelConfig
-from headway.models.decoder import AttentionWeights, DenseMLP, MixtureMLP
+from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import MLPBesideExperts
 from headway.models.loading import load_model
 from headway.models.recurrent import DeltaNet
+from headway.models.weights import AttentionWeights
 from tests.cost import published, tiny_families
 from tests.models import tiny
 

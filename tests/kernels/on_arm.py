@@ -93,13 +93,14 @@ def _is_mapped(page: int) -> bool:
 
 def emulate() -> None:
     """Teams of one thread, whose jobs the emulator runs."""
+    from headway.kernels.cpu import jobs
     from headway.kernels.cpu import team as cpu_team
 
     emulator = Emulator()
 
     def run(board: int, code: int) -> None:
-        ctypes.memset(board + cpu_team._COUNTERS_AT, 0, cpu_team.COUNTERS * cpu_team.LINE)
-        emulator.run(code, board + cpu_team._ARGUMENTS_AT)
+        ctypes.memset(board + jobs._COUNTERS_AT, 0, jobs.COUNTERS * jobs.LINE)
+        emulator.run(code, board + jobs.ARGUMENTS_AT)
 
     cpu_team.callable_of = lambda function: run
 

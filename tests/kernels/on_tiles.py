@@ -26,9 +26,9 @@ import torch
 from headway.kernels.cpu import choice as cpu_choice
 from headway.kernels.cpu.choice import VARIABLE, ways_of
 from headway.kernels.cpu.compile import callable_of
+from headway.kernels.cpu.jobs import once_per_kind
 from headway.kernels.cpu.matrix import configure, has_matrix_tiles, release
 from headway.kernels.cpu.simd import BFLOAT16
-from headway.kernels.cpu.team import once_per_kind
 from headway.kernels.cpu.tiles import keys_on_tiles, values_on_tiles
 from headway.kernels.weights import Weight
 from tests.kernels import tile_machine

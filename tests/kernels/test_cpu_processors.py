@@ -13,7 +13,7 @@ from numba.core import config
 from numba.core.codegen import JITCPUCodegen
 
 from headway.kernels.cpu import compile as cpu_compile
-from headway.kernels.cpu import team as cpu_team
+from headway.kernels.cpu import jobs
 from headway.kernels.cpu.simd import IS_X86
 
 pytestmark = pytest.mark.timeout(600)
@@ -110,7 +110,7 @@ def test_code_for_two_processors_is_kept_apart() -> None:
                     cpu_compile.target.cache_clear()
                     config.reload_config()
                     assert cpu_compile.target() == JITCPUCodegen("other").magic_tuple()
-                    names.add(cpu_compile._path_of(cpu_team._run.__wrapped__).name)
+                    names.add(cpu_compile._path_of(jobs.run_job.__wrapped__).name)
     finally:
         cpu_compile.target.cache_clear()
         config.reload_config()

@@ -10,9 +10,9 @@ import torch
 
 from headway.kernels.cpu.chunks import CHUNK
 from headway.kernels.cpu.compile import callable_of
+from headway.kernels.cpu.jobs import once_per_kind
 from headway.kernels.cpu.simd import BFLOAT16, FLOAT32, store
 from headway.kernels.cpu.softmax import MASKED, largest_score, weigh
-from headway.kernels.cpu.team import once_per_kind
 from tests.kernels.steps import random
 
 SCALE, BEST = 0.125, 3.0

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from headway.kernels.cpu import jobs
 from headway.kernels.cpu import team as cpu_team
 from headway.kernels.cpu.compile import callable_of
+from headway.kernels.cpu.jobs import job, tickets
 from headway.kernels.cpu.simd import add_to, pause, read_int64, read_shared, take_ticket
-from headway.kernels.cpu.team import Team, job, tickets
+from headway.kernels.cpu.team import Team
 from tests.kernels.steps import torch_threads
 
 LAYOUT = struct.Struct("2q")
@@ -115,16 +117,16 @@ def test_a_team_that_is_dropped_ends_its_threads(code: int) -> None:
 
 def board_with(code: int, word: int) -> np.ndarray:
     """A board, at its address, on which the job is published."""
-    board = np.zeros(cpu_team._ARGUMENTS_AT + 8 * cpu_team._MOST_ARGUMENTS, np.uint8)
+    board = np.zeros(jobs.ARGUMENTS_AT + 8 * jobs.MOST_ARGUMENTS, np.uint8)
     words = board.view(np.int64)
-    words[0], words[cpu_team._JOB_AT // 8] = word, code
+    words[0], words[jobs._JOB_AT // 8] = word, code
     return board
 
 
 def test_a_helper_stays_while_a_job_is_open(code: int) -> None:
     """Its publisher may have lost its core in the middle of it; the jobs that follow want help too."""
-    board = board_with(code, 1 << 8 | cpu_team._OPEN)
-    helper = threading.Thread(target=callable_of(cpu_team._help), args=(board.ctypes.data,), daemon=True)
+    board = board_with(code, 1 << 8 | jobs._OPEN)
+    helper = threading.Thread(target=callable_of(jobs.help_with_jobs), args=(board.ctypes.data,), daemon=True)
     helper.start()
     time.sleep(0.5)
     stayed = helper.is_alive()

@@ -25,8 +25,8 @@ from headway.models.config import ModelError
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
 from headway.text.chat_template import ChatTemplate
-from headway.text.tokenizer import TextError, stated_eos_ids
 from headway.text.tokenizer import Tokenizer as TextTokenizer
+from headway.text.tokenizer_files import TextError, stated_eos_ids
 from tests.models import gguf_files, tiny
 from tests.models.test_grouped_checkpoints import FORMATS
 from tests.models.test_grouped_checkpoints import read as read_packed_parts

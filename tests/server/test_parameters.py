@@ -11,7 +11,7 @@ from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.parameters import fitted_params, sampling_params, server_defaults
 from headway.server.api.schemas import ChatBody, CompletionBody
 from headway.server.errors import ApiError
-from headway.text.tokenizer import TextError
+from headway.text.tokenizer_files import TextError
 
 CLASS = ServiceClass(name="any")
 

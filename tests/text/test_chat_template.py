@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from headway.text.chat_template import BUILT_IN, ChatTemplate, advice, suggested
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 from tests.text.tiny_tokenizers import SPECIAL, TEMPLATE, byte_level, save, sentencepiece_style
 
 TEMPLATES = {

@@ -15,7 +15,8 @@ from headway.text import process
 from headway.text.chat_template import BUILT_IN, ChatTemplate
 from headway.text.plain_template import NotPlain
 from headway.text.process import TextProcess, TooLong
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello <b>{{ there }}</b>"},

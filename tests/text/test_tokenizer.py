@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from headway.text.tokenizer import TextError, Tokenizer, stated_eos_ids
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError, stated_eos_ids
 from tests.text.tiny_tokenizers import CORPUS, SPECIAL, byte_level, save
 
 TEXTS = [*CORPUS, " leading", "trailing ", "two  spaces", "", "\n\n", "ẞæ𒀀 \u200d \u00a0", "<|im_start|>user"]

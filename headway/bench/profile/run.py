@@ -52,7 +52,8 @@ from headway.load.workload.prompts import PromptMaker
 from headway.load.workload.token_sources import TokenizerSource
 from headway.report.console import print_banner, print_table
 from headway.report.page import write_page
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 
 LINES_IN_A_LOG = 10  # while requests are sent
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")

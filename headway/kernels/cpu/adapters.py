@@ -23,10 +23,11 @@ from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.cpu.arithmetic import ARITHMETIC, PANEL, arithmetic_of, multiply_add, operand
 from headway.kernels.cpu.compile import Kind, Number, compiled, emitted, give_back, int64, take_memory
 from headway.kernels.cpu.ir import FLOATS, I32, LANES, VECTOR_BYTES, WORDS, index, loop, read, splat, write
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_share, tickets
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.product import copy_token, finish_gated, finish_plain
 from headway.kernels.cpu.simd import BFLOAT16, FLOAT16, FLOAT32, KINDS, load, read_int32, read_int64, store
-from headway.kernels.cpu.team import Team, arg, job, once_per_kind, take_share, tickets
+from headway.kernels.cpu.team import Team
 
 _SPLIT_WORDS = 512  # words of inputs that a thread takes at a time: a strip of them stays in a core's first cache
 _PANELS_AT_ONCE = 8

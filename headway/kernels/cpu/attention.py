@@ -38,6 +38,7 @@ from headway.kernels.cpu.chunks import (
 )
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.ir import LANES, VECTOR_BYTES
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, tickets
 from headway.kernels.cpu.matrix import STEP_WORDS, TILE_ROWS, configure, release
 from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import (
@@ -54,7 +55,6 @@ from headway.kernels.cpu.simd import (
     write_rounded,
 )
 from headway.kernels.cpu.softmax import MASKED, cap_scores, largest_score, round_weights, scale_scores, weigh
-from headway.kernels.cpu.team import arg, job, once_per_kind, real_arg, tickets
 from headway.kernels.cpu.tiles import PANELS_AT_ONCE, keys_on_tiles, multiply_keys, multiply_values, values_on_tiles
 
 _ZERO, _ONE = np.float32(0), np.float32(1)

@@ -20,8 +20,8 @@ import numpy as np
 from headway.kernels.cpu.arithmetic import FLOAT8, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.ir import LANES
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu.simd import FLOAT32, larger, load, nearest, read_int64, store, store_float8, write_rounded
-from headway.kernels.cpu.team import arg, job, once_per_kind, take_rows
 
 _ZERO, _LARGEST = np.float32(0), np.float32(127)
 

@@ -43,6 +43,7 @@ from headway.kernels.cpu.code import code_folders, exclusive, sources
 from headway.kernels.cpu.compile import callable_of, target
 from headway.kernels.cpu.groups import HEADER_BYTES, group_bytes, multiply_grouped
 from headway.kernels.cpu.ir import VECTOR_BYTES
+from headway.kernels.cpu.jobs import once_per_kind
 from headway.kernels.cpu.matrix import (
     SPLIT,
     STEP_WORDS,
@@ -56,7 +57,6 @@ from headway.kernels.cpu.panels import TOTALS_BYTES, multiply_panel, unpack_pane
 from headway.kernels.cpu.planes import LEAST_GROUP, multiply_planes, words_of_tile
 from headway.kernels.cpu.product import MOST_FROM_NIBBLES, multiply_on_tiles
 from headway.kernels.cpu.simd import BFLOAT16
-from headway.kernels.cpu.team import once_per_kind
 
 VARIABLE = "HEADWAY_CPU_KERNELS"  # auto, default, or a file
 # Numbers of tokens that are timed: one, a tile of vectors, some of them, and two groups of matrix tiles.

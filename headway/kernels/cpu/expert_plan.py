@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
+from headway.kernels.cpu.jobs import arg, job, once_per_kind
 from headway.kernels.cpu.simd import read_int64, write_integer
-from headway.kernels.cpu.team import Team, arg, job, once_per_kind
+from headway.kernels.cpu.team import Team
 
 # Rows whose sums a thread keeps at a time.
 MOST_ROWS = 256

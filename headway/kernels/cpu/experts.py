@@ -15,10 +15,11 @@ from torch import Tensor
 
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.expert_plan import MOST_ROWS, ExpertPlan
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import FLOAT32, KINDS, load, read_int64, store, write_integer
-from headway.kernels.cpu.team import Team, arg, job, once_per_kind, real_arg, take_rows
+from headway.kernels.cpu.team import Team
 
 _ZERO, _ONE, _NAN, _LOWEST = np.float32(0), np.float32(1), np.float32(np.nan), -np.float32(np.inf)
 

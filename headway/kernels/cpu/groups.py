@@ -60,6 +60,7 @@ from headway.kernels.cpu.ir import (
     word_constant,
     write,
 )
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu.panels import tiles_of
 from headway.kernels.cpu.simd import (
     FLOAT32,
@@ -70,7 +71,6 @@ from headway.kernels.cpu.simd import (
     read_int64,
     store,
 )
-from headway.kernels.cpu.team import arg, job, once_per_kind, take_rows
 from headway.kernels.weights import NF4, Groups
 
 HEADER_BYTES = 2  # the bytes of two factors, for a row and group

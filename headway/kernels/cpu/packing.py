@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.kernels.cpu.arithmetic import PANEL, PANEL_VECTORS, WIDE_INT8
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.ir import LANES, VECTOR_BYTES
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu.rounding import (
     GROUP,
     LARGEST_INT4,
@@ -27,7 +28,6 @@ from headway.kernels.cpu.rounding import (
     write_words,
 )
 from headway.kernels.cpu.simd import FLOAT32, copy_element, load, read_byte, read_int64, store, write_integer
-from headway.kernels.cpu.team import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu.tiles import transpose_words
 
 # The largest weight of a row, in units of the row's scale.

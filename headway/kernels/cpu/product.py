@@ -27,6 +27,7 @@ from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.expert_plan import item_of, pieces_of, row_of, rows_of
 from headway.kernels.cpu.groups import HEADER_BYTES, PASSES_AHEAD, multiply_grouped
 from headway.kernels.cpu.ir import VECTOR_BYTES
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_share, tickets
 from headway.kernels.cpu.matrix import (
     SPLIT,
     STEP_WORDS,
@@ -56,7 +57,6 @@ from headway.kernels.cpu.simd import (
     write_integer,
     write_rounded,
 )
-from headway.kernels.cpu.team import arg, job, once_per_kind, take_share, tickets
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 # For up to so many tokens, every tile unpacks 4-bit weights in registers; for more, they are unpacked once for all.

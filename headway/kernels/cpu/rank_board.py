@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 from headway.kernels.cpu.compile import callable_of, compiled, external
+from headway.kernels.cpu.jobs import LINE, arg, job, once_per_kind
 from headway.kernels.cpu.simd import add_to, pause, read_shared, write_shared
-from headway.kernels.cpu.team import LINE, arg, job, once_per_kind
 
 # Lines for all: whether waiting is of no use any more; how many pieces of messages there were; the bytes of the last
 # piece, and whether more follow.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.experts import PackedExperts
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.rank_board import (
     AWAIT,
@@ -33,7 +34,7 @@ from headway.kernels.cpu.rank_board import (
 )
 from headway.kernels.cpu.rows import REORDER, add_rms_norm_rows
 from headway.kernels.cpu.simd import FLOAT32, KINDS, copy_element, load, read_int64, store, write_integer
-from headway.kernels.cpu.team import Team, arg, job, once_per_kind, real_arg, take_rows
+from headway.kernels.cpu.team import Team
 from headway.kernels.interface import AddRMSNorm, RMSNorm
 from headway.kernels.ranks import Share
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.experts import sigmoid_of
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
 from headway.kernels.cpu.rows import REORDER
 from headway.kernels.cpu.simd import FLOAT32, load, read_int64, store
-from headway.kernels.cpu.team import arg, job, once_per_kind, real_arg, take_rows
 from headway.kernels.interface import Span
 
 _ZERO, _ONE = np.float32(0), np.float32(1)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from headway.kernels.cpu.compile import compiled
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
 from headway.kernels.cpu.simd import (
     FLOAT32,
     copy_element,
@@ -22,7 +23,6 @@ from headway.kernels.cpu.simd import (
     read_int64,
     store,
 )
-from headway.kernels.cpu.team import arg, job, once_per_kind, real_arg, take_rows
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from headway.kernels.cpu.compile import compiled
+from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_rows, tickets
 from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import (
     FLOAT32,
@@ -35,7 +36,6 @@ from headway.kernels.cpu.simd import (
     write_float64,
     write_integer,
 )
-from headway.kernels.cpu.team import arg, job, once_per_kind, take_rows, tickets
 from headway.kernels.interface import DRAW
 
 BAD_ROW = -1

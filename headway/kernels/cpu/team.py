@@ -1,15 +1,5 @@
-"""The threads that share a kernel's work, without ever waiting for one that is not running.
+"""The threads that share a kernel's work, without ever waiting for one that is not running: see `jobs`."""
 
-A job is compiled code that takes parts of its work by ticket until none is left. The calling thread
-publishes it, takes parts like everybody else, and then waits only for parts that others are in the middle
-of. A barrier, as OpenMP ends each loop with, waits for every thread to be given a core: beside another
-busy process, and a server has its clients, that costs a scheduler's time slice for each of the hundred
-loops of a step.
-
-The board is one int64: job number * 256 + OPEN + the number of helpers inside the job.
-"""
-
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import ctypes
@@ -21,38 +11,25 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.kernels.cpu.compile import address_of, callable_of, compiled, external, names
-from headway.kernels.cpu.simd import (
-    add_to,
-    call_address,
-    pause,
-    read_float64,
-    read_int64,
-    read_shared,
-    reset_tickets,
-    swap_if,
-    take_ticket,
-    write_integer,
-    write_shared,
+from headway.kernels.cpu.compile import callable_of, names
+from headway.kernels.cpu.jobs import (
+    ARGUMENTS_AT,
+    ENTRY_WORDS,
+    INSIDE,
+    LINE,
+    MOST_ARGUMENTS,
+    help_with_jobs,
+    replay_jobs,
+    run_job,
+    run_job_alone,
 )
 
-LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
-COUNTERS = 3
-_COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
-_MOST_ARGUMENTS = 32
-_ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
-_OPEN, _INSIDE = 128, 127
-# A helper looks for the next job for some microseconds, then lets others have the core while it looks on
-# for a few milliseconds, which is longer than the pause between two steps; then it sleeps.
-_LOOKS = 1000
-_YIELDING_LOOKS = 6000
 # Results of so many bytes are kept mapped: malloc would map and unmap each of 32 MB and more, whose pages the system
 # clears one by one.
 _LARGE = 16 << 20
@@ -60,101 +37,6 @@ _CHUNK, _ALIGNMENT = 16 << 20, 64  # bytes that an arena takes of the system at 
 _MOST_TIMES = 1 << 17  # jobs whose times are kept: of some hundred steps
 # Below so many elements, waking the team costs more than it saves.
 _ALONE = 8192
-
-# A job's arguments, by their number.
-arg, real_arg = read_int64, read_float64
-
-_sched_yield = external("sched_yield", "int32")
-
-
-def job(function: Callable[[int], None]) -> int:
-    """The address of the compiled code of a function of the arguments' address."""
-    return address_of(function)
-
-
-# Kinds differ by their type and are all equal to zero.
-once_per_kind = lru_cache(maxsize=None, typed=True)
-
-
-@compiled()
-def _help(board):
-    """Take part in jobs, beginning with the one that is open, until there has been none for a while."""
-    seen = (read_shared(board) >> 8) - 1
-    looks = 0
-    while looks < _LOOKS + _YIELDING_LOOKS:
-        word = read_shared(board)
-        if word >> 8 == seen or word & _OPEN == 0:
-            # While a job is open, others are in the middle of it, and more will follow.
-            looks = looks + 1 if word & _OPEN == 0 else min(looks + 1, _LOOKS)
-            if looks < _LOOKS:
-                pause()
-            else:
-                _sched_yield()
-        elif swap_if(board, word, word + 1):
-            seen, looks = word >> 8, 0
-            call_address(read_int64(board + _JOB_AT, 0), board + _ARGUMENTS_AT)
-            add_to(board, -1)
-
-
-@compiled()
-def _run(board, code):
-    """Publish a job, do it, and wait for helpers that are in the middle of a part."""
-    for counter in range(COUNTERS):
-        reset_tickets(board + _COUNTERS_AT + counter * LINE)
-    write_shared(board + _JOB_AT, code)
-    write_shared(board, (((read_shared(board) >> 8) + 1) << 8) | _OPEN)
-    call_address(code, board + _ARGUMENTS_AT)
-    add_to(board, -_OPEN)
-    while read_shared(board) & _INSIDE:
-        pause()
-
-
-@compiled()
-def _run_alone(board, code):
-    for counter in range(COUNTERS):
-        reset_tickets(board + _COUNTERS_AT + counter * LINE)
-    call_address(code, board + _ARGUMENTS_AT)
-
-
-@compiled()
-def _replay(board, program, count):
-    """Run the jobs of a program one after the other."""
-    for number in range(count):
-        entry = program + number * _ENTRY_WORDS * 8
-        for word in range(_MOST_ARGUMENTS):
-            write_integer(board + _ARGUMENTS_AT, word, read_int64(entry, 2 + word), 64)
-        code = read_int64(entry, 1)
-        if read_int64(entry, 0):
-            _run(board, code)
-        else:
-            _run_alone(board, code)
-
-
-@compiled(inline="always")
-def tickets(arguments, counter):
-    """The address of one of the job's counters, which stand before its arguments."""
-    return arguments - _ARGUMENTS_AT + _COUNTERS_AT + counter * LINE
-
-
-@compiled(inline="always")
-def take_rows(arguments, step):
-    """The first of the next `step` rows that nobody has taken."""
-    return take_ticket(tickets(arguments, 0)) * step
-
-
-@compiled()
-def take_share(counter, total, threads):
-    """Some of `total` items that nobody has taken, as (first, end): fewer and fewer, so that all finish together.
-
-    first is `total` when none is left.
-    """
-    while True:
-        first = read_shared(counter)
-        if first >= total:
-            return total, total
-        end = first + max(1, (total - first) // (2 * threads))
-        if swap_if(counter, first, end):
-            return first, end
 
 
 class Team:
@@ -164,16 +46,16 @@ class Team:
     """
 
     def __init__(self) -> None:
-        self.threads = min(torch.get_num_threads(), _INSIDE + 1)  # more helpers than the board can count
-        memory = np.zeros(_ARGUMENTS_AT + 8 * _MOST_ARGUMENTS + LINE, np.uint8)
+        self.threads = min(torch.get_num_threads(), INSIDE + 1)  # more helpers than the board can count
+        memory = np.zeros(ARGUMENTS_AT + 8 * MOST_ARGUMENTS + LINE, np.uint8)
         offset = -memory.ctypes.data % LINE
         self._memory: Any = memory
         self._board = memory.ctypes.data + offset
-        self._arguments_at = offset + _ARGUMENTS_AT
+        self._arguments_at = offset + ARGUMENTS_AT
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._times: deque[tuple[int, int, int]] | None = None
-        self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        self._run, self._run_alone, self._replay = (callable_of(each) for each in (run_job, run_job_alone, replay_jobs))
         self._helpers = [_HelperState() for _ in range(self.threads - 1)]
         for number, helper in enumerate(self._helpers):
             threading.Thread(
@@ -217,7 +99,7 @@ class Team:
         self._recorded = []
         try:
             result = run()
-            return Program(np.array(self._recorded, np.int64).reshape(-1, _ENTRY_WORDS), result)
+            return Program(np.array(self._recorded, np.int64).reshape(-1, ENTRY_WORDS), result)
         finally:
             self._recorded = None
 
@@ -229,7 +111,7 @@ class Team:
 
     def time_jobs(self, wanted: bool) -> None:
         """Begin to note when each job begins and ends, or end that. What is not wanted costs nothing."""
-        run, run_alone, replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        run, run_alone, replay = (callable_of(each) for each in (run_job, run_job_alone, replay_jobs))
         if wanted:
             self._times = self._times if self._times is not None else deque(maxlen=_MOST_TIMES)
             run, run_alone = _timed(run, self._times), _timed(run_alone, self._times)
@@ -244,16 +126,16 @@ class Team:
         return [(names[code], began_ns, ended_ns) for code, began_ns, ended_ns in self._times or ()]
 
     def _replay_one_by_one(self, board: int, program: int, count: int) -> None:
-        """Run the jobs of a program as _replay() does, each in a call of its own."""
-        words = memoryview((ctypes.c_int64 * (count * _ENTRY_WORDS)).from_address(program))
-        arguments = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
-        for together, code, *given in np.frombuffer(words, np.int64).reshape(count, _ENTRY_WORDS).tolist():
+        """Run the jobs of a program as replay_jobs() does, each in a call of its own."""
+        words = memoryview((ctypes.c_int64 * (count * ENTRY_WORDS)).from_address(program))
+        arguments = self._memory[self._arguments_at : self._arguments_at + 8 * MOST_ARGUMENTS].view(np.int64)
+        for together, code, *given in np.frombuffer(words, np.int64).reshape(count, ENTRY_WORDS).tolist():
             arguments[:] = given
             (self._run if together else self._run_alone)(board, code)
 
     def _note(self, together: int, code: int) -> None:
         if self._recorded is not None:
-            words = self._memory[self._arguments_at : self._arguments_at + 8 * _MOST_ARGUMENTS].view(np.int64)
+            words = self._memory[self._arguments_at : self._arguments_at + 8 * MOST_ARGUMENTS].view(np.int64)
             self._recorded.append([together, code, *words.tolist()])
 
     def _wake(self) -> None:
@@ -328,7 +210,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Jobs that were run one after the other, int64 [jobs, _ENTRY_WORDS], and the tensor that came of them."""
+    """Jobs that were run one after the other, int64 [jobs, ENTRY_WORDS], and the tensor that came of them."""
 
     entries: np.ndarray
     result: Tensor
@@ -350,7 +232,7 @@ def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
     When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
     asleep, and is heard by `due`.
     """
-    help_ = callable_of(_help)
+    help_ = callable_of(help_with_jobs)
     while True:
         helper.asleep = True
         if not helper.due:

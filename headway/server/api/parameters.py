@@ -20,7 +20,7 @@ from headway.server.api.fields import LEAST, MOST
 from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.server.api.structures import structured_outputs
 from headway.server.errors import bad_request
-from headway.text.tokenizer import TextError
+from headway.text.tokenizer_files import TextError
 
 COMPLETION_MAX_TOKENS = 16
 # Fields of a body that SamplingParams takes as they are.

@@ -24,7 +24,8 @@ from headway.server.service import Service
 from headway.text.chat_template import ChatTemplate, advice
 from headway.text.plain_template import NotPlain
 from headway.text.process import MOST_CHARS, MOST_CUT
-from headway.text.tokenizer import TextError, Tokenizer
+from headway.text.tokenizer import Tokenizer
+from headway.text.tokenizer_files import TextError
 
 MAX_PROMPTS = 1024
 
