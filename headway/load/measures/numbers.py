@@ -110,6 +110,21 @@ class Validity:
 
 
 @dataclass(frozen=True, slots=True)
+class Graphs:
+    """Requests that wait for each other: conversations, agents.
+
+    Args:
+        complete, total: graphs of which all requests were answered, and all that were begun.
+        makespan_ms: from when the first request of a complete graph was due to the last token of all its requests, with
+            what tools and users took in between; None where no graph is complete.
+    """
+
+    complete: int
+    total: int
+    makespan_ms: Distribution | None
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The numbers of one view of a run (the whole, the steady state, one class).
 
@@ -132,6 +147,7 @@ class Summary:
         first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
             with reasoning; None where none does.
         validity: None where no request asked for a structure.
+        graphs: None where no request waits for another, and of views of a part of the time or by length.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -155,6 +171,7 @@ class Summary:
     tps: Distribution | None = None
     first_answer_ms: Distribution | None = None
     validity: Validity | None = None
+    graphs: Graphs | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

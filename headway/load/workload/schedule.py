@@ -170,11 +170,21 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
-    conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
-    made = Schedule(conversations, times[: spec.num_prompts], recorded=True)
-    if spec.num_prompts is not None and spec.num_prompts > len(turns):
-        made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
+    conversations = [(part, _scaled(each, spec.time_scale)) for each in turns[: len(times)]]
+    if spec.num_prompts is not None:
+        conversations = _cut(conversations, spec.num_prompts)
+    made = Schedule(conversations, times[: len(conversations)], recorded=True)
+    there = sum(map(len, turns))
+    if spec.num_prompts is not None and spec.num_prompts > there:
+        made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {there}: all are sent")
     return made
+
+
+def _scaled(turns: Turns, scale: float) -> Turns:
+    """The turns with their recorded times so many times as fast; waits for answers and tools stay as they are."""
+    if scale == 1 or not any(each.not_before_s for each in turns):
+        return turns
+    return tuple(replace(each, not_before_s=round(each.not_before_s / scale, 9)) for each in turns)
 
 
 def _within_duration(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
@@ -226,7 +236,8 @@ def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int,
     only = parts[0].dataset
     if len(parts) > 1 or only.rows is None:
         return DEFAULT_NUM_PROMPTS, True
-    return only.rows if only.has_times else min(only.rows, DEFAULT_NUM_PROMPTS), False
+    requests = round(only.rows * only.mean_turns)
+    return requests if only.has_times or only.mean_turns > 1 else min(requests, DEFAULT_NUM_PROMPTS), False
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
