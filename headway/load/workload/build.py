@@ -345,8 +345,7 @@ class _Writer:
     def notes(self) -> list[str]:
         notes = []
         if self.flattened:
-            how = "sent as plain text; --backend openai-chat sends messages"
-            notes.append(f"{self.flattened} prompts are messages and were {how}")
+            notes.append(f"{self.flattened} prompts are messages; their texts alone are used, as in /v1/completions")
         if self.maker.source.estimates and self.made:
             what = "stretches of a text" if self.maker.source.is_text else "everyday words"
             return [*notes, f"prompts are {what} and their lengths estimates; the server's usage says the real ones"]

@@ -73,8 +73,11 @@ def test_sessions_fork_spawn_and_join(tmp_path: Path, text: TokenizerSource) -> 
     assert links(others) == [(None, ()), (None, ()), (10, ())] and {each.graph for each in others} == {9}
     assert "2 turns have no max_tokens; 256 taken" in " ".join(made.notes)
     assert built(tmp_path / "dag.jsonl", text, num_prompts=3).requests[-1].graph_size == 3
+    again = [built(tmp_path / "dag.jsonl", text, num_prompts=count) for count in (12, 13)]
+    assert ["taken again" in " ".join(each.notes) for each in again] == [False, True]
+    assert [len(each.requests) for each in again] == [12, 13]
     flat = built(tmp_path / "dag.jsonl", text, chat=False)
-    assert flat.requests[1].prompt.text == "Make a plan." and "sent as plain text" in " ".join(flat.notes)
+    assert flat.requests[1].prompt.text == "Make a plan." and "their texts alone are used" in " ".join(flat.notes)
 
 
 def test_rows_of_a_session_say_all_or_what_they_add(tmp_path: Path, text: TokenizerSource) -> None:
