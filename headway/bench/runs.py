@@ -169,6 +169,7 @@ class Bench(Runner):
         if self.session.source.is_text and is_made_up(spec):
             why = ", as the server speculates" * (self.options.target.prompts == "text")
             workload.description += f"; made up of prose{why}"
+            workload.notes.append(f"prompts are prose{why}; --prompts words takes random words")
         self.options.target.check_keys(workload.requests)
         if self.texts is not None:
             self._check_texts(workload, self.texts, context)

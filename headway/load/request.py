@@ -77,6 +77,11 @@ class PlannedRequest:
     tenant: str = ""
 
     @property
+    def root(self) -> int:
+        """The index of the first request of its graph, which may be itself."""
+        return self.index if self.graph is None else self.graph
+
+    @property
     def parents(self) -> tuple[int, ...]:
         """Indexes of the requests that must have been answered before this one is due; empty for a first turn."""
         return self.after if self.follows is None else (self.follows, *self.after)

@@ -28,7 +28,7 @@ class Conversations:
             for parent in request.parents:
                 self._children.setdefault(parent, []).append(request)
             if not request.parents:
-                firsts.setdefault(request.index if request.graph is None else request.graph, []).append(request)
+                firsts.setdefault(request.root, []).append(request)
         self.graphs = list(map(tuple, firsts.values()))
 
     def after(self, index: int) -> list[PlannedRequest]:

@@ -16,8 +16,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.bench.client.conversations import Conversations
@@ -73,37 +74,30 @@ def shares_of(whole: Share, count: int) -> list[Share]:
     """
     graphs = Conversations(whole.requests).graphs
     count = max(1, min(count, len(graphs), *([whole.max_concurrency] if whole.max_concurrency else [])))
-    turns = {name: whole.users.get(name, 0) for name in {each[0].class_name for each in graphs}}
-    closed = whole.max_concurrency if whole.mode is LoadMode.CLOSED and whole.max_concurrency else 0
-    dealt = dict.fromkeys(turns, 0)
+    closed = whole.max_concurrency if whole.mode is LoadMode.CLOSED else None
+    dealt: Counter[str] = Counter()
     owner: dict[int, int] = {}
     for firsts in graphs:
-        name = firsts[0].class_name
-        key = firsts[0].index if firsts[0].graph is None else firsts[0].graph
-        owner[key] = dealt[name] % (turns[name] or closed or count) % count
-        dealt[name] += 1
+        loop = firsts[0].class_name if firsts[0].class_name in whole.users else ""
+        owner[firsts[0].root] = dealt[loop] % (whole.users.get(loop) or closed or count) % count
+        dealt[loop] += 1
     requests: list[list[PlannedRequest]] = [[] for _ in range(count)]
     for each in whole.requests:
-        requests[owner[each.index if each.graph is None else each.graph]].append(each)
+        requests[owner[each.root]].append(each)
     return [
-        Share(
-            whole.endpoint,
-            whole.keep_text,
-            requests[number],
-            whole.mode,
-            _part(whole.max_concurrency, count, number),
-            {name: _part(users, count, number) or 0 for name, users in whole.users.items()},
-            whole.duration_s,
-            whole.drain_s,
-            whole.grace_s,
+        replace(
+            whole,
+            requests=requests[number],
+            max_concurrency=None if whole.max_concurrency is None else _part(whole.max_concurrency, count, number),
+            users={name: _part(users, count, number) for name, users in whole.users.items()},
         )
         for number in range(count)
     ]
 
 
-def _part(whole: int | None, count: int, number: int) -> int | None:
+def _part(whole: int, count: int, number: int) -> int:
     """How many of `whole` the process of that number has, if they are dealt out in turn."""
-    return None if whole is None else len(range(number, whole, count))
+    return len(range(number, whole, count))
 
 
 class ClientProcesses:
