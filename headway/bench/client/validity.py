@@ -38,10 +38,11 @@ class Calls:
         self.made.append(Call(name))
 
     def as_message(self) -> list[dict[str, Any]]:
-        """`tool_calls` of a message."""
+        """`tool_calls` of a chat's message; without an id, as in other APIs, a call cannot be named there."""
         return [
             {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
             for each in self.made
+            if each.id
         ]
 
     def go_on(self, arguments: str) -> None:

@@ -92,7 +92,11 @@ def fleet_line(server: dict[str, Any]) -> Line | None:
 
 def _graphs(found: Graphs) -> str:
     said = f"{found.complete:,} of {verdict.count(found.total, 'graph')} complete"
-    return said + (f"; makespan {_percentiles(found.makespan_ms, 'graphs')}" if found.makespan_ms else "")
+    if found.makespan_ms is not None:
+        said += f"; makespan {_percentiles(found.makespan_ms, 'graphs')}"
+    if (share := found.served_share) is not None:
+        said += f", {100 * share:.3g} % of it waiting for answers"
+    return said
 
 
 def _structure(found: Validity) -> str:

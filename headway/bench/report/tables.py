@@ -103,6 +103,9 @@ def _graph_rows(views: Sequence[Summary]) -> list[Row]:
         claims = [each.makespan_ms.percentile(p) if each and each.makespan_ms else None for each in found]
         if any(claims):
             rows.append((f"makespan P{p:g}, ms", [percentile_cell(claim) for claim in claims]))
+    served = [each.served_share if each else None for each in found]
+    if any(served):
+        rows.append(("of which waiting for answers", [f"{100 * each:.3g} %" if each else NOTHING for each in served]))
     return rows
 
 

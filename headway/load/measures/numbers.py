@@ -117,11 +117,21 @@ class Graphs:
         complete, total: graphs of which all requests were answered, and all that were begun.
         makespan_ms: from when the first request of a complete graph was due to the last token of all its requests, with
             what tools and users took in between; None where no graph is complete.
+        served_ms: the part of it in which a request of the graph was due and not answered; the rest is of tools and
+            users.
     """
 
     complete: int
     total: int
     makespan_ms: Distribution | None
+    served_ms: Distribution | None
+
+    @property
+    def served_share(self) -> float | None:
+        """The part of all makespans in which an answer was waited for."""
+        if self.served_ms is None or self.makespan_ms is None or not self.makespan_ms.mean:
+            return None
+        return self.served_ms.mean / self.makespan_ms.mean
 
 
 @dataclass(frozen=True, slots=True)

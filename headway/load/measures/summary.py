@@ -223,9 +223,22 @@ def _graphs(records: Sequence[RequestRecord], percentiles: Sequence[float]) -> G
     if not found:
         return None
     whole = [each for each in found.values() if len(each) == each[0].graph_size and all(record.ok for record in each)]
-    spans = sorted((min(r.scheduled_ns for r in each), max(r.last_token_ns for r in each)) for each in whole)
-    makespan_ms = np.array([(ended_ns - began_ns) / 1e6 for began_ns, ended_ns in spans])
-    return Graphs(len(whole), len(found), distribution(makespan_ms, percentiles) if spans else None)
+    if not whole:
+        return Graphs(0, len(found), None, None)
+    spans = [sorted((record.scheduled_ns, record.last_token_ns) for record in each) for each in whole]
+    spans.sort(key=lambda each: each[0])
+    makespans = [max(ended for _, ended in each) - each[0][0] for each in spans]
+    makespan_ms, served_ms = (np.array(ns) / 1e6 for ns in (makespans, list(map(_covered, spans))))
+    return Graphs(len(whole), len(found), distribution(makespan_ms, percentiles), distribution(served_ms, percentiles))
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How much at least one of the spans covers; they are in the order of their begin."""
+    total, until = 0, 0
+    for began, ended in spans:
+        total += max(0, ended - max(began, until))
+        until = max(until, ended)
+    return total
 
 
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:

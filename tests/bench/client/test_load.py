@@ -241,6 +241,10 @@ def test_a_request_of_a_graph_waits_for_all_that_it_needs_and_its_tool(run: Run,
     (found,) = [each.graphs for each in summarise_all(outcome)[:1]]
     assert found is not None and (found.complete, found.total) == (1, 1) and found.makespan_ms is not None
     assert found.makespan_ms.mean == pytest.approx((outcome.records[4].last_token_ns - due[0]) / 1e6)
+    last = {record.index: record.last_token_ns for record in outcome.records}
+    served = [last[0] - due[0], last[1] - due[1], last[2] - due[2], last[3] - due[3], last[4] - due[4]]
+    both = max(0, last[1] - due[2])  # of the two side by side
+    assert found.served_ms is not None and found.served_ms.mean == pytest.approx((sum(served[:5]) - both) / 1e6)
 
 
 def test_a_failure_ends_what_waits_for_it_by_name_and_nothing_else(run: Run) -> None:
