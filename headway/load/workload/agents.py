@@ -18,13 +18,14 @@ import numpy as np
 
 from headway.load.errors import BenchError
 from headway.load.request import text_of
-from headway.load.workload.datasets import Links, SampleRequest, Turns
+from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Links, SampleRequest, Turns
 from headway.load.workload.files import numbered_lines, read_text, wrong
 from headway.load.workload.lengths import tokens
-from headway.load.workload.texts import DEFAULT_OUTPUT_TOKENS, TextDataset
+from headway.load.workload.texts import TextDataset
 from headway.load.workload.traces import MooncakeRow, checked_messages, decoded, seconds_of, session_of
 
 WEKA_BLOCK_SIZE = 64
+MOST_IN_A_GRAPH, DEEPEST = 100_000, 50  # requests; sessions that start each other
 EXAMPLE = '{"session_id": "a", "turns": [{"messages": [{"role": "user", "content": "..."}], "max_tokens": 64}]}'
 WEKA_EXAMPLE = '{"id": "a", "requests": [{"t": 0.0, "in": 900, "out": 50, "hash_ids": [1, 2]}]}'
 ROW_EXAMPLE = '{"session_id": "a", "input_length": 600, "output_length": 20, "delay": 500}'
@@ -56,14 +57,28 @@ class _Turn(msgspec.Struct, forbid_unknown_fields=True):
     type: str = ""
 
 
+class _Round(msgspec.Struct, forbid_unknown_fields=True):
+    spawns: list[str]
+    think_time_ms: float | None = None
+
+
 class _Session(msgspec.Struct, forbid_unknown_fields=True):
     session_id: str = ""
     turns: list[_Turn] = []
     pre_session_spawns: list[str] = []
     orchestrator: bool = False
     spawns: list[str] = []
+    rounds: int | list[_Round] = 1
+    think_time_ms: float = 0.0
     context_mode: str = ""
     type: str = ""
+
+    @property
+    def stages(self) -> list[_Round]:
+        """The rounds of an orchestrator, which has no requests of its own."""
+        if isinstance(self.rounds, list):
+            return self.rounds
+        return [_Round(self.spawns)] * self.rounds if self.spawns else []
 
 
 class _WekaRequest(msgspec.Struct, rename={"prompt": "in", "answer": "out"}):
@@ -149,10 +164,12 @@ class Agents(TextDataset):
         sessions: dict[str, tuple[int, _Session]] = {}
         for line, said in lines:
             session = decoded(decode, self.path, line, said, EXAMPLE)
+            if isinstance(session.rounds, int) and not 1 <= session.rounds <= MOST_IN_A_GRAPH:
+                raise wrong(self.path, line, f"rounds is {session.rounds}", f"1 to {MOST_IN_A_GRAPH:,} are expected")
             name = session.session_id or f"line {line}"
             if name in sessions:
                 raise wrong(self.path, line, f"session_id '{name}' was there before", "each session needs its own")
-            if bool(session.turns) == session.orchestrator or session.orchestrator != bool(session.spawns):
+            if bool(session.turns) == session.orchestrator or session.orchestrator != bool(session.stages):
                 raise wrong(
                     self.path, line, "turns are missing or too many", "turns, or orchestrator and spawns, are expected"
                 )
@@ -166,9 +183,7 @@ class Agents(TextDataset):
             raise BenchError(f"{self.path}: each session is started by another, so none comes first")
         for name in roots:
             yield grower.graph(name)
-        if grower.unsaid:
-            default = f"{DEFAULT_OUTPUT_TOKENS} taken"
-            self.notes.append(f"{self.path.name}: {grower.unsaid} turns have no max_tokens; {default}")
+        self._note_unsaid(grower.unsaid)
 
     # --- rows ---------------------------------------------------------------------------------------
 
@@ -180,8 +195,14 @@ class Agents(TextDataset):
             if row.timestamp is not None:
                 raise wrong(self.path, line, "a timestamp", "rows with times are read by --dataset-name mooncake")
             sessions.setdefault(row.session_id or f"line {line}", []).append((line, row))
+        self._note_unsaid(sum(row.output_length is None for rows in sessions.values() for _, row in rows))
         for rows in sessions.values():
             yield session_of(self.path, rows)
+
+    def _note_unsaid(self, count: int) -> None:
+        if count and self.output_len is None:
+            default = f"{DEFAULT_OUTPUT_TOKENS} taken"
+            self.notes.append(f"{self.path.name}: {count} turns have no number of output tokens; {default}")
 
     # --- weka ---------------------------------------------------------------------------------------
 
@@ -197,7 +218,10 @@ class Agents(TextDataset):
             if trace.block_size < 1:
                 raise wrong(self.path, line, f"block_size is {trace.block_size}", "1 or more is expected")
             own = trace.hash_id_scope != "global"
-            graph = _WekaGraph(self.path, line, trace, len(found) if own else 1, number if own else 0).turns
+            try:
+                graph = _WekaGraph(self.path, line, trace, len(found) if own else 1, number if own else 0).turns
+            except RecursionError:
+                raise wrong(self.path, line, "sub-agents in sub-agents", "fewer levels of them are expected") from None
             if graph:
                 yield graph
             else:
@@ -227,7 +251,8 @@ def _kind_of(path: Path, line: int, said: str) -> str:
 
 def _children(session: _Session) -> Iterator[str]:
     yield from session.pre_session_spawns
-    yield from session.spawns
+    for stage in session.stages:
+        yield from stage.spawns
     for turn in session.turns:
         yield from (each if isinstance(each, str) else each.child for each in turn.forks)
         for spawn in turn.spawns:
@@ -238,7 +263,8 @@ class _Sessions:
     """Makes graphs of sessions that start each other.
 
     A fork goes on from what was said; a spawn begins afresh, and the turn `join_at` of the session that spawned it (the
-    next one, where nothing is said) waits for its end. Sessions before the first turn begin with it.
+    next one, where nothing is said) waits for its end. Sessions before the first turn begin with it. A round of an
+    orchestrator waits for the sessions of the round before.
     """
 
     def __init__(self, path: Path, sessions: dict[str, tuple[int, _Session]]) -> None:
@@ -251,18 +277,28 @@ class _Sessions:
         self._add(root, Links(), ())
         return tuple(self._made)
 
-    def _add(self, name: str, opens: Links, above: tuple[str, ...], line: int = 0) -> list[int]:
-        """Add a session that begins with these links. Returns the places of what a join with it waits for."""
+    def _add(self, name: str, opens: Links, above: tuple[str, ...], line: int = 0, think_ms: float = 0.0) -> list[int]:
+        """Add a session that begins with these links. Returns the places of what a join with it waits for.
+
+        Args:
+            think_ms: before its first turn, beside that one's own delay.
+        """
         if name not in self._sessions:
             raise wrong(self._path, line, f"there is no session '{name}'", f"{len(self._sessions)} are in the file")
         line, session = self._sessions[name]
         if name in above:
             raise wrong(self._path, line, f"session '{name}' starts itself", " -> ".join((*above, name)))
         above = (*above, name)
+        if len(above) > DEEPEST:
+            raise wrong(self._path, line, "sessions start each other too deep", f"at most {DEEPEST} are expected")
         afresh = Links(after=opens.after if opens.follows is None else (opens.follows, *opens.after))
         for child in session.pre_session_spawns:
             self._add(child, afresh, above, line)
-        ends = [place for child in session.spawns for place in self._add(child, afresh, above, line)]
+        ends: list[int] = []
+        for number, stage in enumerate(session.stages):
+            links = Links(after=tuple(ends)) if number else afresh
+            pause_ms = session.think_time_ms if stage.think_time_ms is None else stage.think_time_ms
+            ends = [place for child in stage.spawns for place in self._add(child, links, above, line, pause_ms)]
         joins: dict[int, list[int]] = {}
         last: int | None = None
         for number, turn in enumerate(session.turns):
@@ -273,7 +309,7 @@ class _Sessions:
                 links = Links(None, (last, *waits)) if session.context_mode == WHOLE else Links(last, waits)
             began = session.turns[0].timestamp
             before = 0.0 if turn.timestamp is None or began is None else turn.timestamp - began
-            last = self._put(line, turn, links, before)
+            last = self._put(line, turn, links, before, 0.0 if number else think_ms)
             for spawn in turn.spawns:
                 children, join_at = ([spawn], None) if isinstance(spawn, str) else (spawn.children, spawn.join_at)
                 join_at = number + 1 if join_at is None else join_at
@@ -291,7 +327,9 @@ class _Sessions:
                 ends += [] if background else branch
         return ends if last is None else [last, *ends]
 
-    def _put(self, line: int, turn: _Turn, links: Links, before_ms: float) -> int:
+    def _put(self, line: int, turn: _Turn, links: Links, before_ms: float, think_ms: float) -> int:
+        if len(self._made) == MOST_IN_A_GRAPH:
+            raise wrong(self._path, line, "a graph with too many requests", f"at most {MOST_IN_A_GRAPH:,} are expected")
         messages = turn.messages
         if (messages is None) == (turn.text is None):
             raise wrong(self._path, line, "a turn without messages or text, or with both", f"expected as {EXAMPLE}")
@@ -306,7 +344,7 @@ class _Sessions:
                 messages=checked_messages(self._path, line, messages),
                 extra_body={name: value for name, value in extra.items() if value is not None} | turn.extra,
                 links=links,
-                think_s=seconds_of(self._path, line, "delay", turn.delay),
+                think_s=seconds_of(self._path, line, "delay", turn.delay + think_ms),
                 not_before_s=seconds_of(self._path, line, "timestamp", before_ms),
             )
         )

@@ -11,6 +11,8 @@ import numpy as np
 
 from headway.load.request import Message
 
+DEFAULT_OUTPUT_TOKENS = 256  # of an answer to a text, where the file does not say
+
 
 @dataclass(frozen=True, slots=True)
 class Links:

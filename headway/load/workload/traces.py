@@ -23,7 +23,7 @@ import numpy as np
 
 from headway.load.errors import BenchError
 from headway.load.request import Message
-from headway.load.workload.datasets import Dataset, Links, SampleRequest, Turns
+from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Dataset, Links, SampleRequest, Turns
 from headway.load.workload.files import count_of, numbered_lines, read_text, wrong
 from headway.load.workload.lengths import Distribution, tokens
 from headway.load.workload.spec import MOONCAKE_BLOCK_SIZE
@@ -226,9 +226,10 @@ def session_of(path: Path, rows: Sequence[tuple[int, MooncakeRow]], block_size: 
                 "not exactly one of input_length, text_input and messages",
                 f"expected as {MOONCAKE_EXAMPLE}",
             )
-        if row.output_length is None:
+        answer = DEFAULT_OUTPUT_TOKENS if row.output_length is None else row.output_length
+        if row.input_length is not None and row.output_length is None:
             raise wrong(path, line, "there is no output_length", f"expected as {MOONCAKE_EXAMPLE}")
-        if min(row.input_length or 0, row.output_length, *(row.hash_ids or ())) < 0:
+        if min(row.input_length or 0, answer, *(row.hash_ids or ())) < 0:
             raise wrong(path, line, "a length or hash id below 0", "whole numbers of 0 or more are expected")
         adds = row.messages is None or row.message_mode == "delta"
         tools = row.tools or (tools if adds else None)
@@ -236,7 +237,7 @@ def session_of(path: Path, rows: Sequence[tuple[int, MooncakeRow]], block_size: 
         links = Links(place - 1 if adds else None, () if adds else (place - 1,)) if place else Links()
         turns.append(
             SampleRequest(
-                row.output_length,
+                answer,
                 row.input_length or 0,
                 _blocks(path, line, row, block_size),
                 text=row.text_input,

@@ -71,13 +71,25 @@ def test_sessions_fork_spawn_and_join(tmp_path: Path, text: TokenizerSource) -> 
     # Prompts grow by what was said before: Go on. has the plan and its answer in front.
     assert root[5].prompt_tokens == (root[1].prompt_tokens or 0) + 8 + text.of_text("Go on.").tokens  # type: ignore[operator]
     assert links(others) == [(None, ()), (None, ()), (10, ())] and {each.graph for each in others} == {9}
-    assert "2 turns have no max_tokens; 256 taken" in " ".join(made.notes)
+    assert "2 turns have no number of output tokens; 256 taken" in " ".join(made.notes)
     assert built(tmp_path / "dag.jsonl", text, num_prompts=3).requests[-1].graph_size == 3
     again = [built(tmp_path / "dag.jsonl", text, num_prompts=count) for count in (12, 13)]
     assert ["taken again" in " ".join(each.notes) for each in again] == [False, True]
     assert [len(each.requests) for each in again] == [12, 13]
     flat = built(tmp_path / "dag.jsonl", text, chat=False)
     assert flat.requests[1].prompt.text == "Make a plan." and "their texts alone are used" in " ".join(flat.notes)
+
+
+def test_rounds_of_an_orchestrator_wait_for_those_before(tmp_path: Path, text: TokenizerSource) -> None:
+    children = [{"session_id": name, "turns": [{"text": name, "output_length": 2, "delay": 5}]} for name in "ab"]
+    again = {"session_id": "o", "orchestrator": True, "rounds": 2, "think_time_ms": 100, "spawns": ["a", "b"]}
+    listed = [{"spawns": ["a"]}, {"spawns": ["b", "b"], "think_time_ms": 30}]
+    other = {"session_id": "p", "orchestrator": True, "think_time_ms": 100, "rounds": listed}
+    made = built(jsonl(tmp_path / "rounds.jsonl", [again, other, *children]), text).requests
+    assert links(made) == [
+        (None, ()), (None, ()), (None, (0, 1)), (None, (0, 1)), (None, ()), (None, (4,)), (None, (4,))
+    ]  # fmt: skip
+    assert [each.think_s for each in made[2:4]] == [0.105] * 2 and [each.think_s for each in made[5:]] == [0.035] * 2
 
 
 def test_rows_of_a_session_say_all_or_what_they_add(tmp_path: Path, text: TokenizerSource) -> None:
@@ -89,6 +101,8 @@ def test_rows_of_a_session_say_all_or_what_they_add(tmp_path: Path, text: Tokeni
         {"session_id": "c", "input_length": 9, "output_length": 8},
         {"session_id": "c", "input_length": 5, "output_length": 9},
     ]
+    untold = built(jsonl(tmp_path / "untold.jsonl", [{"session_id": "a", "messages": user("Hi")}]), text)
+    assert untold.requests[0].output_tokens == 256 and "1 turns have no number" in " ".join(untold.notes)
     made = built(jsonl(tmp_path / "rows.jsonl", rows), text).requests
     assert links(made) == [(None, ()), (0, ()), (None, ()), (None, (2,)), (None, ()), (4, ())]
     assert made[1].extra_body == {"tools": TOOLS} and made[1].think_s == 0.02
@@ -154,6 +168,17 @@ def test_weka_traces_wait_for_tools_and_sub_agents(tmp_path: Path, text: Tokeniz
         ([{"turns": [{"text": "x", "spawns": [{"children": ["b"], "join_at": 4}]}]},
           {"session_id": "b", "turns": [{"text": "z"}]}], "join_at is 4"),
         ([{"turns": [{"text": "x", "max_token": 3}]}], "max_token"),
+        ([{"session_id": "o", "orchestrator": True, "rounds": 10**9, "spawns": ["a"]}], "rounds is 1000000000"),
+        (
+            [{"session_id": str(n), "turns": [{"text": "x", "spawns": [str(n + 1)] * 2}]} for n in range(40)]
+            + [{"session_id": "40", "turns": [{"text": "x"}]}],
+            "a graph with too many requests; at most 100,000",
+        ),
+        (
+            [{"session_id": str(n), "turns": [{"text": "x", "forks": [str(n + 1)]}]} for n in range(4000)]
+            + [{"session_id": "4000", "turns": [{"text": "x"}]}],
+            "start each other too deep",
+        ),
         ([{"turns": [{"text": "x", "delay": -1}]}], "delay is -1"),
         ([{"turns": [{"messages": [{"content": "x"}]}]}], "a message without a role"),
         ([{"turns": [{}]}], "a turn without messages or text"),
