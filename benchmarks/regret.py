@@ -30,11 +30,11 @@ from rich.console import Console
 
 from benchmarks.machine import RESULTS, heading, save
 from headway.advisor.tuning.candidates import BUDGETS, POLICIES, STALLS_MS
-from headway.advisor.tuning.journal import Journal
 from headway.advisor.tuning.options import TuneOptions
 from headway.advisor.tuning.race import distances, loss
 from headway.advisor.tuning.subjects import LEARN_SEEDS, Records
 from headway.advisor.tuning.tune import Tuned, Tuner
+from headway.bench.journal import Journal
 from headway.bench.options import Claims
 from headway.bench.runs import load_of
 from headway.changes import applied

@@ -8,7 +8,6 @@ import dataclasses
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.client.load import LoadMode
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.max_rate import search
 from headway.bench.options import BenchOptions
@@ -16,11 +15,11 @@ from headway.bench.repeats import repeat
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
-from headway.bench.runs import RATED, Bench, Load, Runner, at_rate, is_made_up, load_name, load_of
+from headway.bench.runs import Bench, Runner, is_made_up, load_name, load_of, sweep_loads
+from headway.bench.server_sweep import ServerSweep, check
 from headway.bench.session import Session
 from headway.load.errors import BenchError
 from headway.load.workload.arrivals import make_arrival
-from headway.load.workload.spec import WorkloadSpec
 
 
 def run_job(options: BenchOptions) -> int:
@@ -36,6 +35,8 @@ def run_job(options: BenchOptions) -> int:
     import uvloop
 
     check_places(options.output)
+    if options.start is not None:
+        check(options)
     progress = Console(stderr=True)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -50,6 +51,8 @@ def run_job(options: BenchOptions) -> int:
 async def _run_job(options: BenchOptions, progress: Console) -> int:
     out, stop = Console(), asyncio.Event()
     with interrupts(stop, progress):
+        if options.start is not None:
+            return await ServerSweep(options, stop, out, progress).run()
         with progress.status("Looking at the server ..."):
             opening = Session.open(options.target, made_up=is_made_up(options.workload))
             session = await unless_stopped(stop, opening)
@@ -127,29 +130,3 @@ def with_arrivals(options: BenchOptions) -> BenchOptions:
         flags = dataclasses.replace(flags, request_rate=sweep.values[0])  # the process is made with it, then for each
     arrival = make_arrival(flags, None if spec.mix else spec.dataset_name)
     return dataclasses.replace(options, workload=dataclasses.replace(spec, arrival=arrival))
-
-
-def sweep_loads(options: BenchOptions) -> list[Load]:
-    """Raises BenchError where another flag says the same thing otherwise."""
-    assert options.sweep is not None
-    base = options.workload
-    if options.sweep.over == "concurrency":
-        if base.arrival is not None or options.max_concurrency is not None:
-            raise BenchError(
-                "--sweep concurrency sets the clients of a closed loop; leave out --max-concurrency and rates"
-            )
-        return [
-            Load(dataclasses.replace(spec, users=int(value)), LoadMode.CLOSED, int(value))
-            for spec, value in zip(_with_new_prompts(options), options.sweep.values, strict=True)
-        ]
-    if base.arrival is not None and not isinstance(base.arrival, RATED):
-        raise BenchError("--sweep rate needs arrivals with a constant rate: poisson, gamma or constant")
-    specs = _with_new_prompts(options)
-    return [at_rate(options, spec, value) for spec, value in zip(specs, options.sweep.values, strict=True)]
-
-
-def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
-    """The same workload with other prompts, for each value of a sweep."""
-    assert options.sweep is not None
-    base = options.workload
-    return [dataclasses.replace(base, prompt_seed=base.seed + number) for number in range(len(options.sweep.values))]

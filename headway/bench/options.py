@@ -12,7 +12,15 @@ from headway.flags import Flag
 from headway.load.endpoint import Api, Endpoint, lower_names
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import PERCENTILES
-from headway.load.option_values import json_object, key_values, parse_goodput, parse_limits, parse_widths, percentiles
+from headway.load.option_values import (
+    json_object,
+    key_values,
+    parse_goodput,
+    parse_limits,
+    parse_variants,
+    parse_widths,
+    percentiles,
+)
 from headway.load.request import PlannedRequest
 from headway.load.workload.arrival_flags import ArrivalFlags
 from headway.load.workload.spec import WorkloadSpec
@@ -50,16 +58,14 @@ class Target:
         str | None,
         _endpoint("Tokenizer: a folder or Hugging Face id. Default: auto-detected; otherwise lengths are estimated."),
     ] = None
-    token_ids: Annotated[
-        bool,
+    prompts: Annotated[
+        str,
         _endpoint(
-            "Whether random prompts are sent as text or as token ids.",
-            "--prompts",
-            choices=("text", "token-ids"),
-            parse="token-ids".__eq__,
-            default="text",
+            "What made-up prompts are: random words, prose, or token-ids; text is prose for a server that speculates, "
+            "and words elsewhere.",
+            choices=("text", "words", "prose", "token-ids"),
         ),
-    ] = False
+    ] = "text"
     api_key: Annotated[
         str | None, _endpoint("API key, sent as a bearer token.", envvar=("HEADWAY_API_KEY", "OPENAI_API_KEY"))
     ] = None
@@ -96,6 +102,11 @@ class Target:
     extra_body: Annotated[
         dict[str, Any], _endpoint("JSON object with further fields of every request.", parse=json_object)
     ] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> bool:
+        """Whether made-up prompts are sent as ids."""
+        return self.prompts == "token-ids"
 
     @property
     def url(self) -> str:
@@ -266,6 +277,14 @@ class BenchOptions:
     random_batch_size: Annotated[
         int, _load("Texts of a request for embeddings, or documents of one for rankings and scores.", min=1, max=2048)
     ] = 1
+    client_processes: Annotated[
+        int,
+        _load(
+            "Processes that send the requests, for loads that one cannot read in time; their results are one.",
+            min=1,
+            max=256,
+        ),
+    ] = 1
     num_warmups: Annotated[int, _load("Warm-up requests, which are not measured.", min=0)] = 3
     drain_timeout_s: Annotated[
         float,
@@ -301,6 +320,22 @@ class BenchOptions:
         Sweep | None,
         _load("Measure several loads: rate:1,2,4 (requests/s) or concurrency:1,8,64.", parse=Sweep.parse, common=True),
     ] = None
+    start: Annotated[
+        str | None,
+        _load(
+            "Start the server by this command, with {port} and the names of --vary where their values belong.",
+            metavar="COMMAND",
+        ),
+    ] = None
+    vary: Annotated[
+        dict[str, tuple[str, ...]],
+        _load(
+            "Measure each load with each of these values of a name in --start; may be repeated, for all combinations.",
+            parse=parse_variants,
+            repeated=True,
+            metavar="NAME=A,B",
+        ),
+    ] = field(default_factory=dict)
     max_search_seconds: Annotated[
         float, _load("Time limit of --find-max-rate in seconds; no run starts after it.", min=1)
     ] = 3600.0

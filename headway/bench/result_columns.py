@@ -36,6 +36,9 @@ PLAIN: dict[str, tuple[Any, Any]] = {
     "text": (str | None, None),
     "invalid": (str | None, None),
     "tenant": (str, ""),
+    "graph": (int | None, None),
+    "graph_size": (int, 1),
+    "calls": (list[dict[str, Any]], []),
 }
 
 

@@ -27,7 +27,7 @@ from headway.load.workload.mix import load_mix
 from headway.load.workload.prompts import Texts
 from headway.load.workload.spec import WorkloadSpec, flag
 
-TEXTS = ("sharegpt", "custom")  # datasets with prompts of their own
+TEXTS = ("sharegpt", "custom", "agents")  # datasets with prompts of their own
 RATED = (Poisson, Gamma, Constant)  # arrival processes with one rate
 
 
@@ -85,6 +85,32 @@ def load_name(load: Load) -> str:
     return "all at once" if rate is None else f"{rate:g} requests/s"
 
 
+def sweep_loads(options: BenchOptions) -> list[Load]:
+    """Raises BenchError where another flag says the same thing otherwise."""
+    assert options.sweep is not None
+    base = options.workload
+    if options.sweep.over == "concurrency":
+        if base.arrival is not None or options.max_concurrency is not None:
+            raise BenchError(
+                "--sweep concurrency sets the clients of a closed loop; leave out --max-concurrency and rates"
+            )
+        return [
+            Load(dataclasses.replace(spec, users=int(value)), LoadMode.CLOSED, int(value))
+            for spec, value in zip(_with_new_prompts(options), options.sweep.values, strict=True)
+        ]
+    if base.arrival is not None and not isinstance(base.arrival, RATED):
+        raise BenchError("--sweep rate needs arrivals with a constant rate: poisson, gamma or constant")
+    specs = _with_new_prompts(options)
+    return [at_rate(options, spec, value) for spec, value in zip(specs, options.sweep.values, strict=True)]
+
+
+def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
+    """The same workload with other prompts, for each value of a sweep."""
+    assert options.sweep is not None
+    base = options.workload
+    return [dataclasses.replace(base, prompt_seed=base.seed + number) for number in range(len(options.sweep.values))]
+
+
 class Runner(Reporting, ABC):
     """Carries out one run after another, and keeps what comes of them. Arguments as those of Reporting."""
 
@@ -140,6 +166,10 @@ class Bench(Runner):
                     progress=show,
                     texts=self.texts,
                 )
+        if self.session.source.is_text and is_made_up(spec):
+            why = ", as the server speculates" * (self.options.target.prompts == "text")
+            workload.description += f"; made up of prose{why}"
+            workload.notes.append(f"prompts are prose{why}; --prompts words takes random words")
         self.options.target.check_keys(workload.requests)
         if self.texts is not None:
             self._check_texts(workload, self.texts, context)
@@ -189,7 +219,7 @@ class Bench(Runner):
         warm_ups = warm_up_requests(workload, source, self.options.num_warmups, self.texts)
         made = sum(len(each.prompt.several or (None,)) for each in warm_ups)
         probes = None if rate is None else probe_requests(workload, source, rate, made)
-        last = workload.requests[-1].arrival_s if workload.requests[-1].follows is None else None
+        last = workload.requests[-1].arrival_s if not workload.requests[-1].parents else None
         generates = self.texts is None
         limited: Limited | None = None
         async with contextlib.AsyncExitStack() as stack:
@@ -214,6 +244,7 @@ class Bench(Runner):
                 stop=stop,
                 listener=view,
                 keep_text=self.options.output.detailed,
+                processes=self.options.client_processes,
             )
         if limited is not None and limited.reason:
             result.settings["ended_early"] = limited.reason

@@ -14,6 +14,7 @@ from headway.bench.client.asker import Asker
 from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import Server, probe
+from headway.bench.client.processes import ClientProcesses, Share, shares_of
 from headway.bench.client.serving_process import runs_here
 from headway.bench.options import Target
 from headway.bench.tokens import token_source
@@ -77,6 +78,7 @@ class Session:
         stop: asyncio.Event | None = None,
         listener: LoadListener | None = None,
         keep_text: bool = False,
+        processes: int = 1,
     ) -> RunResult:
         """Run the workload once.
 
@@ -84,6 +86,7 @@ class Session:
             settings: what is kept with the result as what was asked for.
             cache_salt: the salt of all requests; for a server that honours one.
             keep_text: whether to keep the texts of all answers. Those that later turns need are kept in any case.
+            processes: how many processes send the requests, if there are enough of them; 1 is this one.
             The rest: see `run_load`.
 
         Raises:
@@ -92,7 +95,25 @@ class Session:
         follow = any(request.follows is not None for request in workload.requests)
         endpoint = dataclasses.replace(self.server.endpoint, cache_salt=cache_salt)
         client = OpenAIClient(endpoint, keep_text=keep_text or follow)
-        async with client, _surroundings(self) as surroundings:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(client)
+            surroundings = await stack.enter_async_context(_surroundings(self))
+            elsewhere = None
+            if processes > 1:
+                whole = Share(
+                    endpoint,
+                    keep_text or follow,
+                    workload.requests,
+                    mode,
+                    max_concurrency,
+                    workload.users,
+                    duration_s,
+                    drain_s,
+                )
+                shares = shares_of(whole, processes)
+                settings = settings | {"client_processes": len(shares)}
+                children = ClientProcesses(shares, listener or LoadListener())
+                elsewhere = (await stack.enter_async_context(children)).go
             outcome = await run_load(
                 client,
                 workload.requests,
@@ -105,6 +126,7 @@ class Session:
                 drain_s=drain_s,
                 as_messages=endpoint.is_chat,
                 before_load=surroundings.begin,
+                elsewhere=elsewhere,
                 stop=stop,
                 listener=listener,
                 sockets=client.busy_sockets,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from headway.bench.client.probe import Server, count_tokens
 from headway.bench.options import Target
-from headway.bundled import bundled_folder
+from headway.bundled import PROSE, bundled_folder
 from headway.load.errors import BenchError
 from headway.load.request import Prompt
 from headway.load.workload.prompts import TokenSource
-from headway.load.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
+from headway.load.workload.token_sources import ProseSource, ProseWordSource, TokenIdSource, TokenizerSource, WordSource
 from headway.text.tokenizer import Tokenizer
 from headway.text.tokenizer_files import TextError
 
@@ -39,16 +39,25 @@ async def token_source(target: Target, server: Server) -> tuple[TokenSource, str
             raise BenchError("token ids are made with a tokenizer, and none was found; give --tokenizer")
         return TokenIdSource.of_tokenizer(tokenizer), f"token ids by {tokenizer.folder}"
     counts = await _server_counts(server)
+    is_prose = target.prompts == "prose" or (target.prompts == "text" and server.speculates)
     if tokenizer is not None:
         off = _mismatch(tokenizer, counts)
         if off is None:
             added = None if not target.chat or counts is None else _added(tokenizer, counts)
+            if is_prose:
+                return ProseSource(tokenizer, PROSE.read_text(), added), f"prose, by tokenizer {tokenizer.folder}"
             return TokenizerSource(tokenizer, added), f"tokenizer {tokenizer.folder}"
         if name is not None:
             raise BenchError(f"--tokenizer {name} is not the server's: {off}")
     if counts is None:
         raise BenchError("the server reports no token counts, so prompts cannot be measured; give --tokenizer")
     source = WordSource.calibrated((SHORT_WORDS, counts[0]), (LONG_WORDS, counts[1]))
+    if is_prose:
+        words = PROSE.read_text().split()
+        few = await count_tokens(server, [Prompt(text=" ".join(words[:LONG_WORDS]))])
+        per_word = (few[0] - source.added_tokens) / LONG_WORDS
+        prose = ProseWordSource(words, per_word, source.added_tokens)
+        return prose, f"prose, {per_word:.3g} tokens a word by the server's count"
     return source, f"everyday words, {source.tokens_per_word:.3g} tokens each by the server's count"
 
 

@@ -1,4 +1,4 @@
-"""Models that come with the package, as ordinary Hugging Face folders."""
+"""Models that come with the package, as ordinary Hugging Face folders, and a text: sentences of Headway's documents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 STORY = Path(str(files(__package__) / "story"))
 DRAFT = Path(str(files(__package__) / "story-draft"))
+PROSE = Path(str(files(__package__) / "prose.txt"))
 NAME = "headway/story"
 _FOLDERS = {NAME: STORY, "headway/story-draft": DRAFT}
 

@@ -91,6 +91,8 @@ def _needs(given: set[str], options: BenchOptions) -> None:
         ("with --save-result or --report", output.save or output.report, ("label",)),
         ("with an https:// address", target.url.startswith("https://"), ("insecure",)),
         ("without --base-url", not target.base_url, ("host", "port")),
+        ("with --start", options.start, ("vary",)),
+        ("without --start", not options.start, ("base_url", "host", "port", "result_filename")),
     ):
         for name in names:
             if name in given and not there:

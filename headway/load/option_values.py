@@ -51,6 +51,20 @@ def key_values(values: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
+def parse_variants(values: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse texts of the form NAME=A,B. Raises BenchError where one is not, or repeats a name or a value."""
+    found: dict[str, tuple[str, ...]] = {}
+    for value in values:
+        name, equals, rest = value.partition("=")
+        variants = tuple(part.strip() for part in rest.split(","))
+        if not equals or not name.isidentifier() or name == "port" or name in found:
+            raise BenchError(f"{value!r} is not NAME=A,B with a new name of letters, digits and _")
+        if len(set(variants)) < len(variants):
+            raise BenchError(f"{value!r} has a value twice")
+        found[name] = variants
+    return found
+
+
 def json_object(text: str) -> dict[str, Any]:
     """Raises BenchError when the text is not a JSON object."""
     try:

@@ -46,7 +46,8 @@ class RequestRecord:
     """One request as the client saw it; a time of 0 has not come.
 
     Args:
-        index, class_name, tenant: the fields of the PlannedRequest.
+        index, class_name, tenant, graph: the fields of the PlannedRequest.
+        graph_size: requests of its graph; 1 where it is alone.
         scheduled_ns: when it was due. In a closed loop, and for a later turn, when it became due.
         sent_ns: just before its first byte was handed to the socket (a new connection's set-up comes after).
         connected_ns: when its connection stood; equal to sent_ns where one was kept open.
@@ -60,7 +61,7 @@ class RequestRecord:
         planned_prompt_tokens, planned_output_tokens: what was asked for.
         resent: how often it was sent again on a new connection, as the server had closed the one that was kept open.
         timings: Headway's `timings` object, where asked for and given.
-        text: the answer, where asked to keep it.
+        text, calls: the answer and its calls of tools (as `tool_calls` of a message), where asked to keep them.
         invalid: what is wrong with an answer that was to have a structure, "" where nothing is; None of others.
     """
 
@@ -87,6 +88,9 @@ class RequestRecord:
     text: str | None = None
     invalid: str | None = None
     tenant: str = ""
+    graph: int | None = None
+    graph_size: int = 1
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, planned: PlannedRequest, due_ns: int) -> Self:
@@ -98,6 +102,8 @@ class RequestRecord:
             planned_output_tokens=planned.output_tokens,
             scheduled_ns=due_ns,
             tenant=planned.tenant,
+            graph=planned.graph,
+            graph_size=planned.graph_size,
         )
 
     @property

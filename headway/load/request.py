@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, str]  # {"role", "content"}
+Message = dict[str, Any]  # {"role", "content"}, and of chats "tool_calls" and "tool_call_id"
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of parts, or absent."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if isinstance(part, dict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,12 @@ class PlannedRequest:
         class_name: the class of a mix that it belongs to; "" when there are none.
         arrival_s: when it is due, in seconds after the start; None when the load generator decides (closed
             loop), and for later turns.
-        follows: index of the request whose answer this one waits for (the turn before), or None.
-        think_s: seconds between that answer and this request.
+        follows: index of the request that this one waits for and goes on from (the turn before), or None.
+        after: indexes of further requests that it waits for, whose answers are not in its prompt.
+        graph, graph_size: index of the first request of its graph, which are all that wait for each other, and their
+            number; None and 1 where it is alone.
+        think_s: seconds between the last answer that it waits for and this request: thinking, or the work of a tool.
+        not_before_s: it is not due earlier than so many seconds after the first request of its graph was.
         extra_body: further fields of the request's body.
         headers: further ones of the request.
         tenant: whose it is; "" where nobody says.
@@ -54,8 +66,22 @@ class PlannedRequest:
     class_name: str = ""
     arrival_s: float | None = None
     follows: int | None = None
+    after: tuple[int, ...] = ()
+    graph: int | None = None
+    graph_size: int = 1
     think_s: float = 0.0
+    not_before_s: float = 0.0
     extra_body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     cancel_after_s: float | None = None
     tenant: str = ""
+
+    @property
+    def root(self) -> int:
+        """The index of the first request of its graph, which may be itself."""
+        return self.index if self.graph is None else self.graph
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Indexes of the requests that must have been answered before this one is due; empty for a first turn."""
+        return self.after if self.follows is None else (self.follows, *self.after)

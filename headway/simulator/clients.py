@@ -6,10 +6,11 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
-from headway.bench.client.dispatch import LoadMode, Loop, loops_of
+from headway.bench.client.conversations import Conversations
+from headway.bench.client.dispatch import Firsts, Graph, LoadMode, Loop, due_after, loops_of
 from headway.load.record import Failure, FailureKind, RequestRecord
 from headway.load.request import PlannedRequest
 from headway.load.workload.build import Workload
@@ -28,35 +29,19 @@ _UNSERVED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A later turn: when it is due at the earliest, and what was said before it."""
-
-    planned: PlannedRequest
-    at_ns: int
-    history: list[int]
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.history + ids_of(self.planned.prompt)
-
-
 @dataclass(slots=True)
 class _Due:
     """A request and its arrival.
 
     Args:
-        prompt: its ids, where a later turn follows.
-        loop: the closed loop whose user sends it; None in an open loop.
-        after: further turns of this user, the next one last.
+        prompt: its ids, where another request goes on from it.
     """
 
     planned: PlannedRequest
     record: RequestRecord
     arrival: Arrival
     prompt: list[int]
-    loop: Loop | None = None
-    after: list[_Turn] = field(default_factory=list)
+    graph: Graph
 
 
 class Clients:
@@ -85,12 +70,10 @@ class Clients:
         self.records: list[RequestRecord] = []
         self.waited_for_place = 0
         self.longest_wait_ns = 0
-        self._firsts = [request for request in workload.requests if request.follows is None]
-        self._followers: dict[int, list[PlannedRequest]] = {}
-        for request in workload.requests:
-            if request.follows is not None:
-                self._followers.setdefault(request.follows, []).append(request)
-        self._loops, self._scheduled = loops_of(self._firsts, mode, max_concurrency, workload.users)
+        self._conversations = Conversations(workload.requests)
+        self._histories: dict[int, list[int]] = {}  # of requests that go on from an answer and wait for others
+        graphs = self._conversations.graphs
+        self._loops, self._scheduled = loops_of(graphs, mode, max_concurrency, workload.users)
         self._most = max_concurrency if mode is LoadMode.OPEN else None
         self._deadline_ns = None if duration_s is None else BEGAN_NS + round(duration_s * 1e9)
         self._due: dict[str, _Due] = {}
@@ -100,15 +83,15 @@ class Clients:
     def arrivals(self) -> Iterator[Arrival]:
         """Requests that are sent whatever the server does."""
         for loop in self._loops:
-            for _ in range(min(loop.users, len(self._firsts))):
-                yield from self._next_conversation(loop, BEGAN_NS)
-        for first in self._scheduled:
-            yield from self._at(BEGAN_NS + round((first.arrival_s or 0.0) * 1e9), first, ids_of(first.prompt))
+            for _ in range(min(loop.users, len(self._conversations.graphs))):
+                yield from self._next_graph(loop, BEGAN_NS)
+        for firsts in self._scheduled:
+            yield from self._begin_graph(firsts, BEGAN_NS + round((firsts[0].arrival_s or 0.0) * 1e9))
 
     def sends(self, coming: Arrival, now: int) -> bool:
         """Whether a request whose time has come is sent, or waits for a place."""
         due = self._due[coming.request.request_id]
-        if self._most is not None and due.loop is None and self._under_way >= self._most:
+        if self._most is not None and due.graph.loop is None and self._under_way >= self._most:
             self.waited_for_place += 1
             self._waiting.append(due)
             return False
@@ -123,26 +106,27 @@ class Clients:
         due = self._due.pop(answers[0].request_id)
         self._under_way -= 1
         _fill(due.record, answers, due.arrival.cancel_ns)
-        now, turns = due.record.end_ns, self._turns_after(due)
-        if due.loop is None:
-            return list(
-                chain(self._fill_place(now), *(self._at(turn.at_ns, turn.planned, turn.prompt) for turn in turns))
-            )
-        due.after.extend(reversed(turns))
-        if not due.after:
-            return self._next_conversation(due.loop, now)
-        turn = due.after.pop()
-        return self._at(max(now, turn.at_ns), turn.planned, turn.prompt, due.loop, due.after)
+        now, graph, ready = due.record.end_ns, due.graph, self._allowed(due)
+        graph.left += len(ready) - 1
+        coming = self._fill_place(now) if graph.loop is None else []
+        for planned in ready:
+            prompt = self._histories.pop(planned.index, []) + ids_of(planned.prompt)
+            coming += self._at(due_after(planned, now, graph.began_ns), planned, prompt, graph)
+        if graph.loop is not None and not graph.left:
+            coming += self._next_graph(graph.loop, now)
+        return coming
 
-    def _turns_after(self, due: _Due) -> list[_Turn]:
-        """The turns that an answer allows; where there was none, they are given up."""
-        record, planned = due.record, self._followers.get(due.planned.index, [])
+    def _allowed(self, due: _Due) -> list[PlannedRequest]:
+        """The requests that an answer allows; where there was none, all that wait for it are given up."""
+        record, index = due.record, due.planned.index
         if record.failure is not None:
             if not self._is_too_late(record.end_ns):
-                self._give_up(planned, record)
+                self._give_up(self._conversations.lost(index), record)
             return []
-        history = due.prompt + [due.arrival.answer] * (record.output_tokens or 0) if planned else []
-        return [_Turn(each, record.end_ns + round(each.think_s * 1e9), history) for each in planned]
+        for planned in self._conversations.after(index):
+            if planned.follows == index:
+                self._histories[planned.index] = due.prompt + [due.arrival.answer] * (record.output_tokens or 0)
+        return self._conversations.answered(index)
 
     def _is_too_late(self, at_ns: int) -> bool:
         return self._deadline_ns is not None and at_ns >= self._deadline_ns
@@ -158,8 +142,7 @@ class Clients:
         at_ns: int,
         planned: PlannedRequest,
         prompt: list[int],
-        loop: Loop | None = None,
-        after: list[_Turn] | None = None,
+        graph: Graph,
     ) -> list[Arrival]:
         """Make the arrival of a request at a time, if the run lasts so long."""
         if self._is_too_late(at_ns):
@@ -178,10 +161,8 @@ class Clients:
             service_class=self._class_of(planned),
             tenant=planned.tenant or DEFAULT_TENANT,
         )
-        is_followed = planned.index in self._followers
-        self._due[coming.request.request_id] = _Due(
-            planned, record, coming, prompt if is_followed else [], loop, after or []
-        )
+        is_followed = bool(self._conversations.after(planned.index))
+        self._due[coming.request.request_id] = _Due(planned, record, coming, prompt if is_followed else [], graph)
         return [coming]
 
     def _class_of(self, planned: PlannedRequest) -> str:
@@ -190,9 +171,13 @@ class Clients:
         tier, named = body.get("service_tier", "auto"), body.get("service_class") or planned.headers.get(CLASS_HEADER)
         return str(named or self._classes.of_tier(tier).name)
 
-    def _next_conversation(self, loop: Loop, free_ns: int) -> list[Arrival]:
-        first = next(loop.unbegun, None)
-        return [] if first is None else self._at(free_ns, first, ids_of(first.prompt), loop)
+    def _next_graph(self, loop: Loop, free_ns: int) -> list[Arrival]:
+        firsts = next(loop.unbegun, None)
+        return self._begin_graph(firsts, free_ns, loop) if firsts else []
+
+    def _begin_graph(self, firsts: Firsts, at_ns: int, loop: Loop | None = None) -> list[Arrival]:
+        graph = Graph(at_ns, loop, len(firsts))
+        return [each for first in firsts for each in self._at(at_ns, first, ids_of(first.prompt), graph)]
 
     def _fill_place(self, free_ns: int) -> list[Arrival]:
         if self._is_too_late(free_ns):
@@ -204,15 +189,14 @@ class Clients:
         coming.at_ns = free_ns
         return [coming]
 
-    def _give_up(self, turns: list[PlannedRequest], before: RequestRecord) -> None:
-        """Give up these turns of a conversation, and all after them."""
+    def _give_up(self, lost: list[PlannedRequest], before: RequestRecord) -> None:
+        """Give up requests that waited for one without an answer."""
         kind = FailureKind.CANCELLED if before.cancelled else FailureKind.ABANDONED
-        for turn in turns:
-            record = RequestRecord.of(turn, before.end_ns)
+        for planned in lost:
+            record = RequestRecord.of(planned, before.end_ns)
             record.end_ns = before.end_ns
-            record.failure = Failure(kind, f"the turn before it, request {before.index}, failed")
+            record.failure = Failure(kind, f"request {before.index}, which it waited for, failed")
             self.records.append(record)
-            self._give_up(self._followers.get(turn.index, []), record)
 
 
 def _fill(record: RequestRecord, answers: list[Answer], cancel_ns: int | None) -> None:

@@ -26,6 +26,7 @@ class SketchSource:
     size = _MEMBERS
     added_tokens = 0
     token_ids = False
+    is_text = False
     estimates = False
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from headway.advisor.tuning import tune
 from headway.advisor.tuning.candidates import Prediction, candidates
-from headway.advisor.tuning.journal import Journal
 from headway.advisor.tuning.options import TuneOptions, duration
 from headway.advisor.tuning.race import FAILED, MOST_PAIRS, Race, attainment, distances, furthest, loss
 from headway.advisor.tuning.report import config_lines, lines, meets, write
 from headway.advisor.tuning.subjects import LEARN_SEEDS, start_command
+from headway.bench.journal import Journal
 from headway.bench.options import Claims
 from headway.changes import applied, change_of, typed
 from headway.engine.config import ModelOptions

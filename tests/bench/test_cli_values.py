@@ -82,7 +82,7 @@ BAD_ALONE = """
 --report /dev/null/report.html | --report
 --report / | --report
 extra | extra
---prompts words | token-ids
+--prompts letters | token-ids
 """.strip().splitlines()
 
 BAD_FOR_A_SERVER = """

@@ -121,6 +121,32 @@ def test_conversations_hold_the_answers(headway: CommandLine, backend: str) -> N
     assert [len(each["content"].split()) for each in third["messages"][::2]] == [10, 6, 6]
 
 
+def test_agents_are_graphs_with_a_makespan(headway: CommandLine, tmp_path: Path) -> None:
+    """A planner whose second turn waits for a worker and brings the plan; in the report graphs have a line."""
+    file = tmp_path / "agents.jsonl"
+    planner = [{"text": "plan", "spawns": ["worker"]}, {"text": "now act", "delay": 30}]
+    sessions = [
+        {"session_id": "planner", "turns": [{**turn, "output_length": 3} for turn in planner]},
+        {"session_id": "worker", "turns": [{"text": "work", "output_length": 3}]},
+    ]
+    file.write_text("\n".join(map(json.dumps, sessions)))
+    with ScriptedServer(kind="vllm", script=script(texts=["forty ", "two "])) as server:
+        ran = headway(
+            "bench", "--base-url", server.url, "--backend", "openai-chat", "--dataset-name", "agents", "--dataset-path",
+            file, "--num-warmups", 0, verbose=False,
+        )  # fmt: skip
+        assert ran.code == 0, ran.err
+        _, work, act = asked(server)
+    assert [each["content"] for each in act["messages"]] == ["plan", "forty two tok ", "now act"]
+    assert [each["content"] for each in work["messages"]] == ["work"] and "ignore_eos" not in act
+    columns = ran.result()["headway"]["requests"]
+    assert columns["graph"] == [0, 0, 0] and columns["graph_size"] == [3, 3, 3]
+    assert columns["scheduled_ns"][2] == columns["end_ns"][1] + 30_000_000
+    found = ran.result()["headway"]["summaries"][0]["graphs"]
+    assert (found["complete"], found["total"]) == (1, 1) and found["makespan_ms"]["mean"] > 30
+    assert "1 of 1 graph complete; makespan" in ran.out
+
+
 @pytest.mark.parametrize(
     "flags",
     [

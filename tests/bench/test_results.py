@@ -91,6 +91,7 @@ def test_every_field_of_a_record_is_saved(tmp_path: Path) -> None:
         "chunk_tokens": array("i", [1, 3]),
         "failure": Failure(FailureKind.CUT, "cut", 200),
         "timings": {"e2e_ns": 5},
+        "calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     }
     kinds: dict[str, Any] = {"int": at(7), "int | None": 9, "str": "x", "str | None": "y", "bool": True}
     record = RequestRecord(

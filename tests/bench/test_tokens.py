@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,17 @@ import pytest
 from headway.bench.client.probe import count_tokens, probe
 from headway.bench.options import Target
 from headway.bench.tokens import LONG_WORDS, SHORT_WORDS, load_tokenizer, token_source
-from headway.bundled import STORY
+from headway.bundled import PROSE, STORY
 from headway.load.errors import BenchError
 from headway.load.request import Prompt
 from headway.load.workload.prompts import PromptMaker, TokenSource
-from headway.load.workload.token_sources import TokenIdSource, TokenizerSource, WordSource
+from headway.load.workload.token_sources import (
+    ProseSource,
+    ProseWordSource,
+    TokenIdSource,
+    TokenizerSource,
+    WordSource,
+)
 from tests.bench.script import script
 from tests.bench.scripted_server import ScriptedServer
 from tests.text.tiny_tokenizers import byte_level, save
@@ -96,7 +103,7 @@ async def test_a_tokenizer_that_was_found_and_does_not_fit(tmp_path: Path) -> No
 async def test_the_bundled_model() -> None:
     """Its name is enough to find its tokenizer. The scripted server counts words, so ids are made of it."""
     with ScriptedServer(kind="headway", model=[STORY_NAME]) as server:
-        source, said = await source_for(Target(server.url, token_ids=True))
+        source, said = await source_for(Target(server.url, prompts="token-ids"))
         made = PromptMaker(source, 0).make(30)
         assert isinstance(source, TokenIdSource) and said == f"token ids by {STORY}"
         assert made.tokens == 30
@@ -105,15 +112,15 @@ async def test_the_bundled_model() -> None:
 
 async def test_token_ids_that_cannot_be(scripted: ScriptedServer) -> None:
     with pytest.raises(BenchError, match="made with a tokenizer, and none was found; give --tokenizer"):
-        await source_for(Target(scripted.url, token_ids=True))
+        await source_for(Target(scripted.url, prompts="token-ids"))
     with pytest.raises(BenchError, match="a chat takes text only"):
-        await source_for(Target(scripted.url, token_ids=True, backend="openai-chat"))
+        await source_for(Target(scripted.url, prompts="token-ids", backend="openai-chat"))
     # A server that counts other than three tokens has taken the list for a text.
     with (
         ScriptedServer(script=script(prompt_tokens=9)) as server,
         pytest.raises(BenchError, match="does not accept token ids; use --prompts text"),
     ):
-        await source_for(Target(server.url, token_ids=True))
+        await source_for(Target(server.url, prompts="token-ids"))
 
 
 async def test_what_a_chat_template_adds(word_tokens: Path) -> None:
@@ -162,3 +169,25 @@ def test_a_home_folder_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(BenchError, match="~nobody-at-all/x is not a folder"):
         load_tokenizer("~nobody-at-all/x")
+
+
+async def test_a_server_that_speculates_gets_prose() -> None:
+    with ScriptedServer(kind="vllm") as server:
+        found = await probe(Target(server.url).endpoint())
+        speculating = dataclasses.replace(found, speculates=True)
+        words, said = await token_source(Target(server.url), speculating)
+        random, _ = await token_source(Target(server.url, prompts="words"), speculating)
+        asked, _ = await token_source(Target(server.url, prompts="prose"), found)
+    assert isinstance(words, ProseWordSource) and said == "prose, 1 tokens a word by the server's count"
+    assert isinstance(random, WordSource) and not random.is_text and asked.is_text and not found.speculates
+    text = " ".join(PROSE.read_text().split())
+    for source in (words, ProseSource(load_tokenizer(STORY_NAME), PROSE.read_text())):
+        maker = PromptMaker(source, 3)
+        made = [maker.make(60) for _ in range(40)]
+        for each in made:
+            shown = " ".join((each.prompt.text or "").split())
+            assert each.tokens == 60 and shown[:1].isupper() and shown in text
+        assert len({(each.prompt.text or "")[:40] for each in made}) == 40
+        first, second = ((maker.make(60, [(0, 30)]).prompt.text or "") for _ in range(2))
+        assert first[:50] == second[:50] and first != second
+        assert maker.make(30_000).tokens == 30_000  # longer than the text

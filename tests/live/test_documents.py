@@ -40,6 +40,7 @@ SHORT = {
     "--on-seconds": "0.5",
     "--off-seconds": "0.5",
 }
+APART = {"--compare", "--start"}  # loads that are put on no server of the test
 ENOUGH = {"--num-prompts", "--mix", "--compare"}
 # Loads of which a document shows what was found, that end by themselves, or whose reading takes a longer one.
 FOUND = {
@@ -83,6 +84,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every file that a document's commands name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr("headway.bench.client.watch.reasons", lambda *_: [])
     skip_layout(monkeypatch)
@@ -114,7 +116,7 @@ def run(command: str, server: Served | None, shorten: bool = True) -> str:
     if words[1] == "chat" and server is not None:
         words.append(server.url)
     is_load = words[1] in ("bench", "simulate") and words[2:3] not in (["profile"], ["quality"])
-    if is_load and words[1] == "bench" and server is not None and server.url not in words and "--compare" not in words:
+    if is_load and words[1] == "bench" and server is not None and server.url not in words and not APART & set(words):
         words += ["--base-url", server.url]
     return _main(_shortened(words, is_load) if shorten else words)
 

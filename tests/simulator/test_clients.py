@@ -96,6 +96,25 @@ def test_a_conversation_goes_on_with_all_that_was_said(mode: LoadMode) -> None:
     assert gaps == [500 * MS, 250 * MS]
 
 
+@pytest.mark.parametrize("mode", [LoadMode.OPEN, LoadMode.CLOSED])
+def test_a_graph_is_sent_as_the_load_generator_sends_it(mode: LoadMode) -> None:
+    at = 0.0 if mode is LoadMode.OPEN else None
+    links: list[dict[str, Any]] = [
+        {},
+        {"after": (0,)},
+        {"after": (0,), "think_s": 0.5},
+        {"follows": 0, "after": (1, 2)},
+    ]
+    graph = [request(i, at if not i else None, graph=0, graph_size=4, **more) for i, more in enumerate(links)]
+    records = run(graph, 1 if mode is LoadMode.CLOSED else None, mode)
+    first, beside, late, joined = records
+    assert [each.scheduled_ns for each in (beside, late)] == [first.end_ns, first.end_ns + 500 * MS]
+    assert joined.scheduled_ns == late.end_ns and joined.prompt_tokens == 40 + 5 + 40
+    records = run([graph[0], replace(graph[1], output_tokens=500), *graph[2:]], 1, mode)
+    assert [record.ok for record in records] == [True, False, True, False]
+    assert records[3].failure is not None and records[3].failure.message == "request 1, which it waited for, failed"
+
+
 def test_a_turn_without_an_answer_ends_its_conversation() -> None:
     late = request(1, follows=0, output_tokens=500)
     records = run([request(0, 0.0), late, request(2, follows=1), request(3, 1.0)])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from headway.bench.options import Claims
+from headway.bench.start_command import check_placeholders, placeholders
 from headway.engine.config import ModelOptions
 from headway.flags import Flag
 from headway.load.workload.arrival_flags import ArrivalFlags
@@ -87,21 +87,9 @@ class TuneOptions:
                 raise ValueError(f"the model is {self.model!r}, but --start COMMAND names its own; leave one out")
 
 
-def placeholders(start: str) -> frozenset[str]:
-    """The names in braces of a start command."""
-    return frozenset(re.findall(r"\{(\w*)\}", start))
-
-
 def check_start(start: str) -> None:
     """Raise ValueError where this is no command that can be tuned; one line."""
-    found, wanted = placeholders(start), ", ".join(f"{{{name}}}" for name in TUNABLE)
-    try:
-        shlex.split(start)
-    except ValueError as error:
-        raise ValueError(f"--start {start!r} cannot be split into words: {error}") from None
-    if unknown := found - {"port", *TUNABLE}:
-        raise ValueError(f"--start has {{{min(unknown)}}}, which is no setting; it may have {{port}}, {wanted}")
-    if "port" not in found:
-        raise ValueError("--start has no {port}; write it where the command takes the port")
-    if not found & set(TUNABLE):
+    check_placeholders(start, TUNABLE)
+    if not placeholders(start) & set(TUNABLE):
+        wanted = ", ".join(f"{{{name}}}" for name in TUNABLE)
         raise ValueError(f"--start has no setting to tune; write {wanted} where their values belong")

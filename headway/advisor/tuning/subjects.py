@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
-import shlex
-import socket
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from headway.advisor.tuning.options import TUNABLE, TuneOptions, placeholders
+from headway.advisor.tuning.options import TUNABLE, TuneOptions
 from headway.bench.interrupts import unless_stopped
 from headway.bench.options import Target
 from headway.bench.profile.local_server import LocalServer, StartedServer
 from headway.bench.runs import Load, is_made_up, load_of
 from headway.bench.session import Session
+from headway.bench.start_command import free_port, placeholders, words
 from headway.load.record import RequestRecord
 from headway.load.workload.arrivals import make_arrival
 from headway.policy.step.options import SchedulingOptions
@@ -134,9 +132,7 @@ class OtherServer(_Live):
 
     async def measured(self, scheduling: SchedulingOptions, seeds: Sequence[int]) -> list[Records]:
         """See Subject."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = start_command(self._start, scheduling, self.device, port)
         server = StartedServer(command, f"http://127.0.0.1:{port}", self._options.ready_timeout_s)
         return [each.result.records for each in await self._runs(server, seeds)]
@@ -149,8 +145,7 @@ class OtherServer(_Live):
 def start_command(start: str, scheduling: SchedulingOptions, device: str, port: int | str = "{port}") -> list[str]:
     """The words of a start command with the values of these settings."""
     values = {"max_num_seqs": scheduling.max_num_seqs, "max_num_batched_tokens": scheduling.batched_tokens(device)}
-    known = {name: str(value) for name, value in (values | {"port": port}).items()}
-    return [re.sub(r"\{(\w+)\}", lambda found: known[found[1]], word) for word in shlex.split(start)]
+    return words(start, {name: str(value) for name, value in (values | {"port": port}).items()})
 
 
 def subject_of(options: TuneOptions, stop: asyncio.Event) -> Subject:

@@ -18,11 +18,11 @@ import numpy as np
 from rich.console import Console
 
 from headway.advisor.tuning.candidates import Prediction, candidates
-from headway.advisor.tuning.journal import Journal
 from headway.advisor.tuning.options import TuneOptions
 from headway.advisor.tuning.race import LEAST_GAIN, MOST_PAIRS, Race, attainment, distances, furthest, loss
 from headway.advisor.tuning.subjects import Subject, subject_of
 from headway.bench.interrupts import interrupts
+from headway.bench.journal import Journal
 from headway.changes import Change, applied, typed
 from headway.load.measures.latencies import Latencies
 from headway.load.record import RequestRecord

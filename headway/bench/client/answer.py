@@ -205,7 +205,7 @@ class StreamedAnswer(Receiver):
             record.chunk_tokens.append(tokens)
         if self._texts is not None:
             self._texts.append(choice.content)
-            if self._structure and choice.delta is not None:
+            if choice.delta is not None:
                 self._calls.take(choice.delta.tool_calls)
 
     def _take_usage(self, usage: Usage) -> None:
@@ -224,7 +224,7 @@ class StreamedAnswer(Receiver):
         self.record.tokens_per_chunk_known = bool(self._continuous)
         text = "".join(self._texts or ())
         if self._keep_text:
-            self.record.text = text
+            self.record.text, self.record.calls = text, self._calls.as_message()
         if self._structure and self.record.ok:
             self.record.invalid = wrong_with(text, self._calls.made, self._structure)
             if self.record.invalid and self.record.finish_reason == "length":

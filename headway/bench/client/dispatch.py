@@ -11,7 +11,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -62,12 +62,30 @@ class LoadListener:
         """A measured request was answered, failed, or was given up unsent (its sent_ns is 0)."""
 
 
+Firsts = tuple[PlannedRequest, ...]  # the requests of a graph that wait for nothing
+
+
 @dataclass(slots=True)
 class Loop:
-    """A closed loop: how many users it has, and the conversations that none of them has begun."""
+    """A closed loop: how many users it has, and the graphs that none of them has begun."""
 
     users: int
-    unbegun: Iterator[PlannedRequest]
+    unbegun: Iterator[Firsts]
+
+
+@dataclass(slots=True)
+class Graph:
+    """Requests that wait for each other, such as the turns of a conversation, while they are sent.
+
+    Args:
+        began_ns: when its first requests were due.
+        loop: the closed loop whose user sends them; None in an open loop.
+        left: requests that are due or will be, and have not ended.
+    """
+
+    began_ns: int
+    loop: Loop | None = None
+    left: int = 0
 
 
 @dataclass(slots=True)
@@ -75,16 +93,13 @@ class _Due:
     """A request and when it is due.
 
     Args:
-        prompt: the prompt of a later turn.
-        loop: the closed loop whose user sends it; None in an open loop.
-        after: further turns of this user.
+        prompt: the prompt of one that goes on from another.
     """
 
     planned: PlannedRequest
     at_ns: int
+    graph: Graph
     prompt: Prompt | None = None
-    loop: Loop | None = None
-    after: list[_Due] = field(default_factory=list)
 
 
 class Dispatch:
@@ -120,7 +135,8 @@ class Dispatch:
         self._conversations = conversations
         # A closed loop is limited by the number of its users.
         self._max_concurrency = max_concurrency if mode is LoadMode.OPEN else None
-        self._loops, self._scheduled = loops_of(conversations.first_turns, mode, max_concurrency, users)
+        self._loops, self._scheduled = loops_of(conversations.graphs, mode, max_concurrency, users)
+        self._prompts: dict[int, Prompt] = {}  # of requests that go on from an answer and wait for others
         self._duration_s = duration_s
         self._as_messages = as_messages
         self._listener = listener
@@ -135,12 +151,16 @@ class Dispatch:
         self._finished = asyncio.Event()
         self._error: BaseException | None = None
 
-    async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float) -> None:
-        """Run until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over."""
+    async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float, at_ns: int | None = None) -> None:
+        """Run until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over.
+
+        Args:
+            at_ns: time 0 of the schedule; None is as soon as it can be.
+        """
         self._alarm = Alarm(self._ring)
         self._stop = stop
         try:
-            self._begin()
+            self._begin(at_ns)
             await self._wait(stop, self._deadline_ns, drain_s)
             if self._is_too_late(time.monotonic_ns()) and not (self._finished.is_set() or stop.is_set()):
                 self._drain()
@@ -170,20 +190,20 @@ class Dispatch:
 
     # --- beginning and end --------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        firsts = self._conversations.first_turns
+    def _begin(self, at_ns: int | None) -> None:
+        graphs = self._conversations.graphs
         # Time 0 is when the list below has been made.
-        self.began_ns = time.monotonic_ns() + 10_000_000 + 5_000 * len(firsts)
+        self.began_ns = at_ns or time.monotonic_ns() + 10_000_000 + 5_000 * len(graphs)
         if self._duration_s is not None:
             self._deadline_ns = self.began_ns + round(self._duration_s * 1e9)
         self._listener.stage(LoadStage.LOAD)
         self._listener.began(self.began_ns)
         self._last_ns = self.began_ns
-        for first in self._scheduled:
-            self._at(_Due(first, self.began_ns + round((first.arrival_s or 0.0) * 1e9)))
+        for firsts in self._scheduled:
+            self._begin_graph(firsts, self.began_ns + round((firsts[0].arrival_s or 0.0) * 1e9))
         for loop in self._loops:
-            for _ in range(min(loop.users, len(firsts))):
-                self._next_conversation(loop, self.began_ns)
+            for _ in range(min(loop.users, len(graphs))):
+                self._next_graph(loop, self.began_ns)
         self._check_finished()
 
     async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:
@@ -261,7 +281,7 @@ class Dispatch:
 
     def _start_or_wait(self, due: _Due) -> None:
         full = self._max_concurrency is not None and len(self._under_way) >= self._max_concurrency
-        if not full or due.loop is not None:
+        if not full or due.graph.loop is not None:
             return self._start(due, due.at_ns)
         self.waited_for_place += 1
         self._waiting.append(due)
@@ -305,20 +325,20 @@ class Dispatch:
         record.end_ns = record.end_ns or time.monotonic_ns()
         self._last_ns = time.monotonic_ns()
         self._listener.ended(record)
-        followers = self._followers(due, record)
-        if due.loop is not None:
-            due.after.extend(reversed(followers))
-            self._next_of_user(due.loop, due.after, record.end_ns)
-        else:
+        followers, graph = self._followers(due, record), due.graph
+        graph.left += len(followers) - 1
+        if graph.loop is None:
             self._fill_place(record.end_ns)
-            for follower in followers:
-                self._at(follower)
+        for follower in followers:
+            self._at(follower)
+        if graph.loop is not None and not graph.left:
+            self._next_graph(graph.loop, record.end_ns)
         self._check_finished()
 
     def _followers(self, due: _Due, record: RequestRecord) -> list[_Due]:
-        """The turns that this answer allows. Where there was none, they are given up, and so are those after them."""
-        index = due.planned.index
-        later = self._conversations.after(index)
+        """The requests that this answer allows. Where there was none, all that wait for it are given up."""
+        index, conversations = due.planned.index, self._conversations
+        later = conversations.after(index)
         if not later or self._closing:
             return []
         if record.failure is not None:
@@ -326,33 +346,38 @@ class Dispatch:
                 return []
             given_up = Failure(
                 FailureKind.CANCELLED if record.cancelled else FailureKind.ABANDONED,
-                f"the turn before it, request {index}, failed ({record.failure.kind.value})",
+                f"request {index}, which it waited for, failed ({record.failure.kind.value})",
             )
-            for planned in self._conversations.all_after(index):
+            for planned in conversations.lost(index):
                 self._give_up(self._record(planned, record.end_ns), given_up)
             return []
-        if record.text is None:
-            raise RuntimeError(f"the client did not keep the answer to request {index}, which others follow")
-        history, said = due.prompt or due.planned.prompt, record.text
-        followers = []
+        history = due.prompt or due.planned.prompt
         for planned in later:
-            prompt = continued(history, said, planned.prompt, self._as_messages)
-            due_ns = record.end_ns + round(planned.think_s * 1e9)
-            followers.append(_Due(planned, due_ns, prompt, due.loop, due.after))
-        return followers
+            if planned.follows == index:
+                if record.text is None:
+                    raise RuntimeError(f"the client did not keep the answer to request {index}, which others follow")
+                self._prompts[planned.index] = continued(
+                    history, record.text, planned.prompt, self._as_messages, record.calls
+                )
+        return [
+            _Due(
+                planned,
+                due_after(planned, record.end_ns, due.graph.began_ns),
+                due.graph,
+                self._prompts.pop(planned.index, None),
+            )
+            for planned in conversations.answered(index)
+        ]
 
-    def _next_of_user(self, loop: Loop, after: list[_Due], free_ns: int) -> None:
-        """A user of a closed loop goes on with its conversation, or begins the next one."""
-        if not after:
-            return self._next_conversation(loop, free_ns)
-        due = after.pop()
-        due.at_ns = max(due.at_ns, free_ns)
-        self._at(due)
+    def _next_graph(self, loop: Loop, free_ns: int) -> None:
+        """A user of a closed loop begins the next conversation."""
+        if firsts := next(loop.unbegun, None):
+            self._begin_graph(firsts, free_ns, loop)
 
-    def _next_conversation(self, loop: Loop, free_ns: int) -> None:
-        first = next(loop.unbegun, None)
-        if first is not None:
-            self._at(_Due(first, free_ns, loop=loop))
+    def _begin_graph(self, firsts: Firsts, at_ns: int, loop: Loop | None = None) -> None:
+        graph = Graph(at_ns, loop, len(firsts))
+        for first in firsts:
+            self._at(_Due(first, at_ns, graph))
 
     def _fill_place(self, free_ns: int) -> None:
         if not self._waiting or self._closing or self._stop.is_set():
@@ -387,11 +412,18 @@ class Dispatch:
             self._abandon(self._record(due.planned, due.at_ns), reason)
 
 
+def due_after(planned: PlannedRequest, ended_ns: int, began_ns: int) -> int:
+    """When a request is due: some time after what it waited for has ended, or its graph has begun."""
+    return max(ended_ns + round(planned.think_s * 1e9), began_ns + round(planned.not_before_s * 1e9))
+
+
 def loops_of(
-    firsts: Sequence[PlannedRequest], mode: LoadMode, max_concurrency: int | None, users: Mapping[str, int]
-) -> tuple[list[Loop], list[PlannedRequest]]:
-    """The closed loops of a load, and the first turns that are in none."""
+    graphs: Sequence[Firsts], mode: LoadMode, max_concurrency: int | None, users: Mapping[str, int]
+) -> tuple[list[Loop], list[Firsts]]:
+    """The closed loops of a load, and the graphs that are in none."""
     if mode is LoadMode.CLOSED:
-        return [Loop(max_concurrency or 1, iter(firsts))], []
-    loops = [Loop(count, iter([each for each in firsts if each.class_name == name])) for name, count in users.items()]
-    return loops, [each for each in firsts if each.class_name not in users]
+        return [Loop(max_concurrency or 1, iter(graphs))], []
+    loops = [
+        Loop(count, iter([each for each in graphs if each[0].class_name == name])) for name, count in users.items()
+    ]
+    return loops, [each for each in graphs if each[0].class_name not in users]

@@ -34,8 +34,8 @@ class LoadOutcome(RunResult):
     """The result of a run. Its caller fills in the settings and what is known of the server.
 
     There is a record for each request that was due. One that was due and never sent has sent_ns == 0 and is
-    ABANDONED: the turn before it failed, or it still had no place when the run ended. The client's start lags count
-    from when a request was due, or got its place, to when it was sent.
+    ABANDONED: a request that it waited for failed, or it still had no place when the run ended. The client's start lags
+    count from when a request was due, or got its place, to when it was sent.
 
     Args:
         never_due: requests whose time had not come when the run ended; they have no records.
@@ -69,6 +69,8 @@ async def run_load(
     grace_s: float = 2.0,
     as_messages: bool = False,
     before_load: Callable[[], Awaitable[None]] | None = None,
+    begin: Callable[[], Awaitable[int]] | None = None,
+    elsewhere: Callable[[asyncio.Event], Awaitable[LoadOutcome]] | None = None,
     stop: asyncio.Event | None = None,
     listener: LoadListener | None = None,
     sockets: OpenSockets | None = None,
@@ -89,6 +91,8 @@ async def run_load(
         grace_s: how long requests under way are awaited after `stop`.
         as_messages: later turns go out as messages, as a chat needs them; else text goes out as one with what follows.
         before_load: awaited between the warm-ups and the first request that is measured.
+        begin: awaited when all is ready; gives time 0 of the schedule, in time.monotonic_ns(). None begins at once.
+        elsewhere: sends the requests in the place of this process, which only warms up and probes.
         stop: set it to end the run early (Ctrl-C); what was measured is returned.
         listener: is told what happens.
         sockets: gives the file descriptors of the client's busy sockets, to look for unread bytes.
@@ -102,17 +106,23 @@ async def run_load(
     conversations = Conversations(requests)
     dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
     probed: list[RequestRecord] = []
+    sent: LoadOutcome | None = None
     watch = LoopWatch(sockets)
     failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop, listener)
     gives_up = 0 < len(failures) == len(warm_ups)
     if not gives_up:
         if before_load is not None:
             await before_load()
-        with collector_off(), watch:
-            async with probing(client, probes or iter(()), grace_s) as probed:
-                await dispatch.go(stop, drain_s, grace_s)
+        with collector_off():
+            at_ns = await begin() if begin is not None else None
+            with watch:
+                async with probing(client, probes or iter(()), grace_s) as probed:
+                    if elsewhere is None:
+                        await dispatch.go(stop, drain_s, grace_s, at_ns)
+                    else:
+                        sent = await elsewhere(stop)
     listener.stage(LoadStage.DONE)
-    outcome = _outcome(dispatch, watch, len(requests))
+    outcome = sent or _outcome(dispatch, watch, len(requests))
     outcome.warm_up_failures, outcome.probes = failures, probed
     if gives_up:
         outcome.gave_up = f"all {len(failures)} warm-up requests failed, the first: {failures[0].message}"

@@ -36,6 +36,8 @@ NAMES = {"headway": "Headway", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "
 # Honoured, not only accepted: known of these servers; of others nobody can tell from outside.
 KNOWS_IGNORE_EOS = frozenset({"headway", "vllm", "sglang", "llamacpp"})
 KNOWS_CACHE_SALT = frozenset({"headway", "vllm"})
+# What is among the metrics of a server only if it speculates.
+SPECULATES = {"headway": b"spec_decode_num_speculative_tokens", "vllm": b"spec_decode_num_drafts"}
 _VERSION_AT = {
     "headway": ("/version", "version"),
     "vllm": ("/version", "version"),
@@ -56,6 +58,7 @@ class Server:
         version: None where it does not tell.
         max_model_len: tokens of prompt and answer together; None where it does not tell.
         metrics, tokenize: whether it has these routes.
+        speculates: its metrics say that it tries drafts (Headway, vLLM).
         token_id_prompts: /v1/completions takes token ids.
     """
 
@@ -67,6 +70,7 @@ class Server:
     metrics: bool
     tokenize: bool
     token_id_prompts: bool
+    speculates: bool = False
 
     @property
     def name(self) -> str:
@@ -110,6 +114,7 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
         if kind == "headway":
             cards = await _cards(asker)  # while it loads, it does not know its max_model_len
         version, max_model_len = await _version_and_length(asker, kind, cards, model)
+        metrics = await asker.look("GET", "/metrics")
         return Server(
             endpoint=dataclasses.replace(
                 accepted,
@@ -121,7 +126,8 @@ async def probe(wanted: Endpoint, ready_timeout_s: float = 0.0, may_ignore_eos: 
             root=next((str(card["root"]) for card in cards if card["id"] == model and card.get("root")), model),
             version=version,
             max_model_len=max_model_len,
-            metrics=_is_metrics(await asker.look("GET", "/metrics")),
+            metrics=_is_metrics(metrics),
+            speculates=_is_metrics(metrics) and SPECULATES.get(kind, SPECULATES["vllm"]) in metrics.raw,
             tokenize=await _counted(asker, _tokenize_body(kind, model, Prompt(text="Hello"))) is not None,
             token_id_prompts=await _takes_token_ids(asker, accepted),
         )

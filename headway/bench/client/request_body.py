@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headway.load.endpoint import Endpoint
-from headway.load.request import Message, PlannedRequest, Prompt
+from headway.load.request import Message, PlannedRequest, Prompt, text_of
 
 _encoder = msgspec.json.Encoder()
 
@@ -15,7 +15,7 @@ _encoder = msgspec.json.Encoder()
 def as_text(prompt: Prompt) -> str | tuple[int, ...]:
     """The field `prompt` of /v1/completions."""
     if prompt.messages is not None:
-        return "\n".join(message["content"] for message in prompt.messages)
+        return "\n".join(map(text_of, prompt.messages))
     return prompt.token_ids or prompt.text or ""
 
 
@@ -37,7 +37,7 @@ def num_answers(endpoint: Endpoint, prompt: Prompt) -> int:
 
 def _with_system(messages: tuple[Message, ...]) -> dict[str, Any]:
     """`messages` of /v1/messages, and `system` with those that are the system's."""
-    system = [each["content"] for each in messages if each["role"] == "system"]
+    system = [text_of(each) for each in messages if each["role"] == "system"]
     fields: dict[str, Any] = {"messages": [each for each in messages if each["role"] != "system"]}
     return fields | ({"system": "\n".join(system)} if system else {})
 

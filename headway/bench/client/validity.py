@@ -25,6 +25,7 @@ class Call:
 
     name: str = ""
     arguments: str = ""
+    id: str = ""
 
 
 @dataclass(slots=True)
@@ -35,6 +36,14 @@ class Calls:
 
     def begin(self, name: str) -> None:
         self.made.append(Call(name))
+
+    def as_message(self) -> list[dict[str, Any]]:
+        """`tool_calls` of a chat's message; without an id, as in other APIs, a call cannot be named there."""
+        return [
+            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+            for each in self.made
+            if each.id
+        ]
 
     def go_on(self, arguments: str) -> None:
         if self.made:
@@ -50,6 +59,7 @@ class Calls:
             while isinstance(place, int) and len(self.made) <= place < 1000:
                 self.begin("")
             call = self.made[place] if isinstance(place, int) and 0 <= place < len(self.made) else Call()
+            call.id = call.id or delta.get("id") or ""
             call.name += function.get("name") or ""
             call.arguments += function.get("arguments") or ""
 

@@ -10,7 +10,7 @@ from headway.bench.options import Claims
 from headway.bench.report import verdict
 from headway.bench.report.views import part_views, steady_or_whole, tokens_per_s
 from headway.load.measures.client_effect import SPOILT
-from headway.load.measures.numbers import Percentile, Summary, Validity
+from headway.load.measures.numbers import Distribution, Graphs, Percentile, Summary, Validity
 from headway.load.measures.steady import OVERLOAD
 from headway.load.measures.summary import STEADY_STATE
 from headway.load.record import FailureKind, RunResult
@@ -29,6 +29,8 @@ def brief(result: RunResult, summaries: Sequence[Summary], claims: Claims = verd
     for metric, name in LATENCIES:
         if said := _latency(view, metric):
             yield Line(name, said)
+    if whole.graphs is not None:
+        yield Line("Graphs", _graphs(whole.graphs))
     if cached := whole.tokens.get("cached", 0):
         yield Line("Cached", _cached(result.settings, cached, whole.tokens.get("prompt", 0)))
     if fleet := fleet_line(result.server):
@@ -88,6 +90,15 @@ def fleet_line(server: dict[str, Any]) -> Line | None:
     return Line("Fleet", "; ".join([said, *failed[:4]]) + more)
 
 
+def _graphs(found: Graphs) -> str:
+    said = f"{found.complete:,} of {verdict.count(found.total, 'graph')} complete"
+    if found.makespan_ms is not None:
+        said += f"; makespan {_percentiles(found.makespan_ms, 'graphs')}"
+    if (share := found.served_share) is not None:
+        said += f", {100 * share:.3g} % of it waiting for answers"
+    return said
+
+
 def _structure(found: Validity) -> str:
     said = f"as asked for in {100 * found.share:.4g} % of {verdict.count(found.asked, 'answer')}"
     wrong = [f"{fault} ({times:,})" for fault, times in list(found.wrong.items())[:2]]
@@ -104,6 +115,13 @@ def _latency(view: Summary, metric: str) -> str:
     found = view.from_schedule.get(metric)
     if found is None:
         return ""
+    return _percentiles(
+        found, ("steady " if view.name == STEADY_STATE else "") + ("samples" if metric == "itl_ms" else "requests")
+    )
+
+
+def _percentiles(found: Distribution, kind: str) -> str:
+    """A distribution in a line; `kind` is what its samples are."""
     claims = [claim for claim in map(found.percentile, SHOWN) if claim is not None]
     known = [claim for claim in claims if claim.value is not None]
     said = (
@@ -111,7 +129,6 @@ def _latency(view: Summary, metric: str) -> str:
     )
     refused = next((claim for claim in claims if claim.value is None), None)
     if refused is not None and refused.needs:
-        kind = ("steady " if view.name == STEADY_STATE else "") + ("samples" if metric == "itl_ms" else "requests")
         said += f"  (P{refused.p:g} needs {refused.needs:,} {kind}; this run had {found.count:,})"
     return said + _added(known)
 

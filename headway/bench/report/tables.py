@@ -63,7 +63,7 @@ def overview(summaries: Sequence[Summary]) -> Table:
     rows += _request_rows(views)
     for key, label in counts:
         rows.append((label, [f"{view.tokens.get(key, 0):,}" for view in views]))
-    rows += _validity_rows(views) + _goodput_rows(views) + _cost_rows(views)
+    rows += _graph_rows(views) + _validity_rows(views) + _goodput_rows(views) + _cost_rows(views)
     return Table(
         "Run", ("", *(plain(view.name) for view in views)), tuple(cells(label, *values) for label, values in rows)
     )
@@ -90,6 +90,23 @@ def _failed_cell(view: Summary) -> Cell:
 
 def _refused_rows(label: str, views: Sequence[Summary]) -> list[Row]:
     return [(label, [f"{view.refused:,}" for view in views])] if any(view.refused for view in views) else []
+
+
+def _graph_rows(views: Sequence[Summary]) -> list[Row]:
+    found = [view.graphs for view in views]
+    if not any(found):
+        return []
+    rows: list[Row] = [
+        ("graphs complete", [f"{each.complete:,} of {each.total:,}" if each else NOTHING for each in found])
+    ]
+    for p in (50.0, 90.0, 99.0):
+        claims = [each.makespan_ms.percentile(p) if each and each.makespan_ms else None for each in found]
+        if any(claims):
+            rows.append((f"makespan P{p:g}, ms", [percentile_cell(claim) for claim in claims]))
+    served = [each.served_share if each else None for each in found]
+    if any(served):
+        rows.append(("of which waiting for answers", [f"{100 * each:.3g} %" if each else NOTHING for each in served]))
+    return rows
 
 
 def _validity_rows(views: Sequence[Summary]) -> list[Row]:
@@ -185,7 +202,8 @@ def part_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def _part_table(title: str, parts: Sequence[tuple[str, Summary]]) -> Table:
     names, views = [plain(name, 24) for name, _ in parts], [view for _, view in parts]
-    rows = _apart_rows(views) + _answer_rows(views) + _validity_rows(views) + _goodput_rows(views)
+    rows = _apart_rows(views) + _answer_rows(views)
+    rows += _graph_rows(views) + _validity_rows(views) + _goodput_rows(views)
     stated = {name: view.attainment.objectives for name, view in zip(names, views, strict=True) if view.attainment}
     if len(stated) == len(names) > 1 and all(limits == stated[names[0]] for limits in stated.values()):
         stated = {"each": stated[names[0]]}

@@ -110,6 +110,31 @@ class Validity:
 
 
 @dataclass(frozen=True, slots=True)
+class Graphs:
+    """Requests that wait for each other: conversations, agents.
+
+    Args:
+        complete, total: graphs of which all requests were answered, and all that were begun.
+        makespan_ms: from when the first request of a complete graph was due to the last token of all its requests, with
+            what tools and users took in between; None where no graph is complete.
+        served_ms: the part of it in which a request of the graph was due and not answered; the rest is of tools and
+            users.
+    """
+
+    complete: int
+    total: int
+    makespan_ms: Distribution | None
+    served_ms: Distribution | None
+
+    @property
+    def served_share(self) -> float | None:
+        """The part of all makespans in which an answer was waited for."""
+        if self.served_ms is None or self.makespan_ms is None or not self.makespan_ms.mean:
+            return None
+        return self.served_ms.mean / self.makespan_ms.mean
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The numbers of one view of a run (the whole, the steady state, one class).
 
@@ -132,6 +157,7 @@ class Summary:
         first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
             with reasoning; None where none does.
         validity: None where no request asked for a structure.
+        graphs: None where no request waits for another, and of views of a part of the time or by length.
         tokens_per_joule: output tokens; None where power cannot be read.
     """
 
@@ -155,6 +181,7 @@ class Summary:
     tps: Distribution | None = None
     first_answer_ms: Distribution | None = None
     validity: Validity | None = None
+    graphs: Graphs | None = None
     tokens_per_joule: float | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -13,7 +13,7 @@ import numpy as np
 from headway.cost.price import cost_per_million
 from headway.load.measures.client_effect import with_client
 from headway.load.measures.latencies import Latencies, Since
-from headway.load.measures.numbers import PERCENTILES, Distribution, Summary, Validity, Window
+from headway.load.measures.numbers import PERCENTILES, Distribution, Graphs, Summary, Validity, Window
 from headway.load.measures.percentiles import distribution, proportion_interval
 from headway.load.measures.phases import phase_lengths
 from headway.load.measures.slo import Objectives, attainment
@@ -153,6 +153,7 @@ def summarise(
         tps=_tps(latencies),
         first_answer_ms=_first_answer(latencies),
         validity=_validity(latencies.records),
+        graphs=None if windowed or name.startswith(LENGTHS) else _graphs(records, percentiles),
         tokens_per_joule=tokens["output"] / joules if joules else None,
         notes=_notes(result, records, latencies),
     )
@@ -211,6 +212,33 @@ def _validity(records: Sequence[RequestRecord]) -> Validity | None:
     valid = asked.count("")
     low, high = proportion_interval(valid, len(asked))
     return Validity(len(asked), valid, low, high, dict(Counter(wrong for wrong in asked if wrong).most_common()))
+
+
+def _graphs(records: Sequence[RequestRecord], percentiles: Sequence[float]) -> Graphs | None:
+    """How long whole graphs of requests took, in the order in which they were due."""
+    found: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        if record.graph is not None:
+            found.setdefault(record.graph, []).append(record)
+    if not found:
+        return None
+    whole = [each for each in found.values() if len(each) == each[0].graph_size and all(record.ok for record in each)]
+    if not whole:
+        return Graphs(0, len(found), None, None)
+    spans = [sorted((record.scheduled_ns, record.last_token_ns) for record in each) for each in whole]
+    spans.sort(key=lambda each: each[0])
+    makespans = [max(ended for _, ended in each) - each[0][0] for each in spans]
+    makespan_ms, served_ms = (np.array(ns) / 1e6 for ns in (makespans, list(map(_covered, spans))))
+    return Graphs(len(whole), len(found), distribution(makespan_ms, percentiles), distribution(served_ms, percentiles))
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How much at least one of the spans covers; they are in the order of their begin."""
+    total, until = 0, 0
+    for began, ended in spans:
+        total += max(0, ended - max(began, until))
+        until = max(until, ended)
+    return total
 
 
 def _phases(latencies: Latencies, percentiles: Sequence[float]) -> dict[str, Distribution]:
@@ -277,8 +305,9 @@ def _speculation(result: RunResult, records: Sequence[RequestRecord]) -> str:
     if not tried:
         return ""
     said = f"the server speculated: {100 * accepted / tried:.3g} % of {tried:,} drafts were accepted"
-    if result.settings.get("dataset_name") in NO_TEXTS:
-        said += "; random tokens have another share than texts, so measure with texts (--dataset-name custom)"
+    is_prose = str(result.settings.get("tokens")).startswith("prose")
+    if result.settings.get("dataset_name") in NO_TEXTS and not is_prose:
+        said += "; random tokens have another share than texts, so measure with --prompts prose or texts"
     return said
 
 

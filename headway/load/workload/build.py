@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from headway.load.errors import BenchError
-from headway.load.request import PlannedRequest, Prompt
-from headway.load.workload.datasets import SampleRequest
+from headway.load.request import PlannedRequest, Prompt, text_of
+from headway.load.workload.datasets import Links, SampleRequest
 from headway.load.workload.mix import MixClass, load_mix, options_beside_a_mix
 from headway.load.workload.prompts import MadePrompt, PromptMaker, Texts, TokenSource
 from headway.load.workload.schedule import (
@@ -132,9 +132,10 @@ def build_workload(
 def _hashed_fields(request: PlannedRequest) -> dict[str, Any]:
     """The fields of a request. Later ones are left out if they are empty, so that fingerprints stay the same."""
     fields: dict[str, Any] = msgspec.to_builtins(request)
-    for name in ("headers", "cancel_after_s", "tenant"):
-        if not fields[name] and fields[name] != 0:
+    for name in ("headers", "cancel_after_s", "tenant", "after", "not_before_s"):
+        if not fields[name] and (name != "cancel_after_s" or fields[name] is None):
             del fields[name]
+    del fields["graph"], fields["graph_size"]  # they follow from what waits for what
     if fields["prompt"]["several"] is None:
         del fields["prompt"]["several"]
     return fields
@@ -148,7 +149,7 @@ def warm_up_requests(
     Args:
         source, texts: those that the workload was built with.
     """
-    prompts = sorted(request.prompt_tokens or 1 for request in workload.requests if request.follows is None)
+    prompts = sorted(request.prompt_tokens or 1 for request in workload.requests if not request.parents)
     answers = sorted(request.output_tokens for request in workload.requests)
     maker = PromptMaker(source, workload.seed, made=workload.num_prompts)
     length = prompts[len(prompts) // 2]
@@ -260,13 +261,14 @@ def _clipped(part: Part, request: SampleRequest, clipped: Counter[str]) -> Sampl
 
 @dataclass
 class _Writer:
-    """Makes the requests, and keeps count of prompts that are not as long as wanted."""
+    """Makes the requests, and keeps count of prompts that are not as wanted."""
 
     maker: PromptMaker
     classes: int
     chat: bool
     texts: Texts | None = None
     made: int = 0
+    flattened: int = 0
     off: list[int] = field(default_factory=list)
 
     def requests(self, schedule: Schedule, progress: Progress | None) -> list[PlannedRequest]:
@@ -283,54 +285,71 @@ class _Writer:
 
     def _write(self, requests: list[PlannedRequest], conversation: Conversation, arrival_s: float | None) -> None:
         part, turns = conversation
-        said = 0
+        first, said = len(requests), list[int]()  # tokens of each turn's prompt and answer
         for turn, request in enumerate(turns):
-            made = self._prompt(part, request, turn, len(turns))
-            tokens = None if made.tokens is None else said + made.tokens
+            links = request.links or Links(turn - 1 if turn else None)
+            before = 0 if links.follows is None else said[links.follows]
+            made = self._prompt(part, request, links.follows is not None, len(turns))
+            tokens = None if made.tokens is None else before + made.tokens
             answer = request.output_tokens if self.texts is None else 0
+            is_first = links.follows is None and not links.after
             requests.append(
                 PlannedRequest(
-                    index=len(requests),
+                    index=first + turn,
                     prompt=made.prompt,
                     prompt_tokens=tokens,
                     output_tokens=answer,
                     class_name=part.of_class.name,
-                    arrival_s=None if turn else arrival_s,
-                    follows=len(requests) - 1 if turn else None,
+                    arrival_s=arrival_s if is_first else None,
+                    follows=None if links.follows is None else first + links.follows,
+                    after=tuple(first + place for place in links.after),
+                    graph=first if len(turns) > 1 else None,
+                    graph_size=len(turns),
                     think_s=request.think_s,
-                    extra_body=dict(part.of_class.extra_body),
+                    not_before_s=request.not_before_s,
+                    extra_body={**part.of_class.extra_body, **request.extra_body},
                     headers=dict(part.of_class.headers),
                     cancel_after_s=request.cancel_after_s,
                     tenant=request.tenant or part.of_class.tenant,
                 )
             )
-            said = (tokens or 0) + answer
+            said.append((tokens or 0) + answer)
 
-    def _prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
-        make = functools.partial(self._one_prompt, part, request, turn, turns)
+    def _prompt(self, part: Part, request: SampleRequest, continues: bool, turns: int) -> MadePrompt:
+        make = functools.partial(self._one_prompt, part, request, continues, turns)
         return make() if self.texts is None else self.texts.made(self.maker, make(), make)
 
-    def _one_prompt(self, part: Part, request: SampleRequest, turn: int, turns: int) -> MadePrompt:
-        if request.text is not None:
-            return self.maker.source.of_text(request.text)
-        # Classes do not share blocks, whatever their ids.
-        shared = [(block * self.classes + part.number, length) for block, length in request.shared]
-        made = self.maker.make(request.input_tokens, shared, continues=turn > 0)
-        self.made += 1
-        if made.tokens is not None and made.tokens != request.input_tokens:
-            self.off.append(abs(made.tokens - request.input_tokens))
+    def _one_prompt(self, part: Part, request: SampleRequest, continues: bool, turns: int) -> MadePrompt:
+        if request.messages:
+            made = self.maker.source.of_text("\n".join(map(text_of, request.messages)))
+            if self.chat:
+                return MadePrompt(Prompt(messages=request.messages), made.tokens)
+            self.flattened += 1
+        elif request.text is not None:
+            made = self.maker.source.of_text(request.text)
+        else:
+            # Classes do not share blocks, whatever their ids.
+            shared = [(block * self.classes + part.number, length) for block, length in request.shared]
+            made = self.maker.make(request.input_tokens, shared, continues=continues)
+            self.made += 1
+            if made.tokens is not None and made.tokens != request.input_tokens:
+                self.off.append(abs(made.tokens - request.input_tokens))
         if turns == 1:
             return made
         said = made.prompt.text or ""
         if self.chat:
             return MadePrompt(Prompt(messages=({"role": "user", "content": said},)), made.tokens)
         # This text follows an answer, whose last word must not run into its first word.
-        return MadePrompt(Prompt(text=said if turn == 0 or said.startswith(" ") else " " + said), made.tokens)
+        return MadePrompt(Prompt(text=said if not continues or said.startswith(" ") else " " + said), made.tokens)
 
     def notes(self) -> list[str]:
+        notes = []
+        if self.flattened:
+            notes.append(f"{self.flattened} prompts are messages; their texts alone are used, as in /v1/completions")
         if self.maker.source.estimates and self.made:
-            return ["prompts are everyday words and their lengths estimates; the server's usage says the real ones"]
+            what = "stretches of a text" if self.maker.source.is_text else "everyday words"
+            return [*notes, f"prompts are {what} and their lengths estimates; the server's usage says the real ones"]
         if self.off:
             how_far = f"up to {max(self.off)} tokens off"
-            return [f"{len(self.off)} of {self.made} prompts are not exactly as long as wanted: {how_far}"]
-        return []
+            notes.append(f"{len(self.off)} of {self.made} prompts are not exactly as long as wanted: {how_far}")
+        return notes

@@ -5,8 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from headway.load.request import Message
+
+DEFAULT_OUTPUT_TOKENS = 256  # of an answer to a text, where the file does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a request waits for, as places in its conversation.
+
+    Args:
+        follows: the request that it goes on from; None where its prompt is all that it says.
+        after: further ones that must have been answered.
+    """
+
+    follows: int | None = None
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +35,12 @@ class SampleRequest:
         output_tokens: wanted of the answer, 1 or more.
         input_tokens: tokens of the prompt, 1 or more; of a later turn, what it adds. 0 where `text` says it.
         shared: (block id, tokens) of what the prompt begins with; part of input_tokens.
-        text: the prompt itself, where the dataset has one.
+        text, messages: the prompt itself, where the dataset has one.
+        extra_body: further fields of its body.
         arrival_s: seconds after the dataset's first request, by its own clock; None where it has none.
-        think_s: before this turn, after the answer to the turn before.
+        links: what it waits for; None is the turn before.
+        think_s: seconds before this turn, after the last answer that it waits for.
+        not_before_s: it is not due earlier than so many seconds after the first turn.
         ends_early: the conversation was to go on, and would have become too long.
         cancel_after_s: its client gives it up so long after it was sent; None for one that waits.
         tenant: whose it is, where the dataset says so.
@@ -29,14 +50,19 @@ class SampleRequest:
     input_tokens: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     text: str | None = None
+    messages: tuple[Message, ...] = ()
+    extra_body: dict[str, Any] = field(default_factory=dict)
     arrival_s: float | None = None
+    links: Links | None = None
     think_s: float = 0.0
+    not_before_s: float = 0.0
     ends_early: bool = False
     cancel_after_s: float | None = None
     tenant: str = ""
 
 
-Turns = tuple[SampleRequest, ...]  # the turns of one conversation; a single request is a conversation of one turn
+# The turns of one conversation, each behind those that it waits for; a single request is a conversation of one turn.
+Turns = tuple[SampleRequest, ...]
 
 
 @dataclass(kw_only=True)

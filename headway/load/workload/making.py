@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.load.errors import BenchError
+from headway.load.workload.agents import Agents
 from headway.load.workload.datasets import Dataset
 from headway.load.workload.files import local_file
 from headway.load.workload.lengths import Distribution, Fixed, Uniform, parse_range_ratio
@@ -129,6 +130,10 @@ def _custom(options: DatasetOptions, source: TokenSource) -> Dataset:
     return Custom(_path(options), source, answers, options.max_input_len, not options.disable_shuffle)
 
 
+def _agents(options: DatasetOptions, source: TokenSource) -> Dataset:
+    return Agents(_path(options), source, options.output_len, options.max_input_len, not options.disable_shuffle)
+
+
 def _trace(read: Callable[[DatasetOptions], TraceRows]) -> Callable[[DatasetOptions, TokenSource], Dataset]:
     def make(options: DatasetOptions, source: TokenSource) -> Dataset:
         rows = read(options)
@@ -155,4 +160,5 @@ DATASETS: dict[str, Kind] = {
     "prefix_repetition": Kind(REPETITION, _prefix_repetition),
     "multi_turn": Kind(MULTI_TURN, _multi_turn),
     "custom": Kind(("custom_output_len", "disable_shuffle"), _custom, is_file=True),
+    "agents": Kind(("disable_shuffle",), _agents, is_file=True),
 }

@@ -64,6 +64,7 @@ class TokenSource(Protocol):
         added_tokens: how many tokens the server puts around a prompt (a beginning-of-text token, a chat template).
         token_ids: prompts are token ids, which chats and conversations cannot use.
         estimates: there is no tokenizer, so lengths are approximate.
+        is_text: members are the tokens of a text in their order, so a stretch is one that begins with an opener.
     """
 
     size: int
@@ -71,6 +72,7 @@ class TokenSource(Protocol):
     added_tokens: int
     token_ids: bool
     estimates: bool
+    is_text: bool
 
     def members_for(self, tokens: int) -> int:
         """How many members make a stretch of `tokens` tokens."""
@@ -124,8 +126,10 @@ class PromptMaker:
         return self._stream(_BLOCK, block_id, count)
 
     def _stream(self, kind: int, number: int, count: int) -> Members:
-        members = np.random.default_rng([self._seed, kind, number]).integers(0, self.source.size, count)
         rounds, first = divmod(2 * number + kind, len(self._openers))
+        if self.source.is_text:  # of later rounds behind the opener, so that they begin otherwise
+            return (self._openers[first] + rounds + np.arange(count)) % self.source.size
+        members = np.random.default_rng([self._seed, kind, number]).integers(0, self.source.size, count)
         members[:1] = self._openers[first]
         members[1:2] = self._seconds[(rounds + first) % self.source.size]
         return members

@@ -7,7 +7,7 @@ twice the rate the same prompts come twice as fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
@@ -170,11 +170,21 @@ def _recorded(spec: WorkloadSpec, part: Part) -> Schedule:
     trace = Trace(tuple(each[0].arrival_s or 0.0 for each in turns), spec.time_scale)
     rng = np.random.default_rng([spec.seed, _TIMES])
     times = trace.offsets(len(turns), rng) if spec.duration_s is None else trace.offsets_until(spec.duration_s, rng)
-    conversations = [(part, each) for each in turns[: len(times)][: spec.num_prompts]]
-    made = Schedule(conversations, times[: spec.num_prompts], recorded=True)
-    if spec.num_prompts is not None and spec.num_prompts > len(turns):
-        made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {len(turns)}: all are sent")
+    conversations = [(part, _scaled(each, spec.time_scale)) for each in turns[: len(times)]]
+    if spec.num_prompts is not None:
+        conversations = _cut(conversations, spec.num_prompts)
+    made = Schedule(conversations, times[: len(conversations)], recorded=True)
+    there = _requests(turns)
+    if spec.num_prompts is not None and spec.num_prompts > there:
+        made.notes.append(f"{spec.num_prompts} requests were asked for and the trace has {there}: all are sent")
     return made
+
+
+def _scaled(turns: Turns, scale: float) -> Turns:
+    """The turns with their recorded times so many times as fast; waits for answers and tools stay as they are."""
+    if scale == 1 or not any(each.not_before_s for each in turns):
+        return turns
+    return tuple(replace(each, not_before_s=round(each.not_before_s / scale, 9)) for each in turns)
 
 
 def _within_duration(spec: WorkloadSpec, parts: Sequence[Part], duration_s: float) -> Schedule:
@@ -184,7 +194,7 @@ def _within_duration(spec: WorkloadSpec, parts: Sequence[Part], duration_s: floa
     times = spec.arrival.offsets_until(duration_s, _times_rng(spec, parts))
     counts = _apportioned(len(times), [part.of_class.share / part.dataset.mean_turns for part in parts])
     notes: list[str] = []
-    drawn = [_drawn(spec, part, count, True, notes) for part, count in zip(parts, counts, strict=True)]
+    drawn = [_drawn(spec, part, count, True, notes, len) for part, count in zip(parts, counts, strict=True)]
     conversations = _shuffled(spec, drawn)
     if spec.num_prompts is not None:
         conversations = _cut(conversations, spec.num_prompts)
@@ -202,7 +212,10 @@ def _numbered(spec: WorkloadSpec, parts: Sequence[Part]) -> Schedule:
             f"the closed loop has {requests} requests for --duration; it ends earlier when all have been sent: "
             "--num-prompts plans more"
         )
-    drawn = [_cut(_drawn(spec, part, count, is_exact, notes), count) for part, count in zip(parts, counts, strict=True)]
+    drawn = [
+        _cut(_drawn(spec, part, count, is_exact, notes, _requests), count)
+        for part, count in zip(parts, counts, strict=True)
+    ]
     conversations = _shuffled(spec, drawn)
     times = np.full(len(conversations), np.nan)
     if spec.arrival is not None:
@@ -226,7 +239,8 @@ def _number_of_requests(spec: WorkloadSpec, parts: Sequence[Part]) -> tuple[int,
     only = parts[0].dataset
     if len(parts) > 1 or only.rows is None:
         return DEFAULT_NUM_PROMPTS, True
-    return only.rows if only.has_times else min(only.rows, DEFAULT_NUM_PROMPTS), False
+    requests = round(only.rows * only.mean_turns)
+    return requests if only.has_times or only.mean_turns > 1 else min(requests, DEFAULT_NUM_PROMPTS), False
 
 
 def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
@@ -238,13 +252,28 @@ def _apportioned(total: int, shares: Sequence[float]) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _drawn(spec: WorkloadSpec, part: Part, count: int, is_exact: bool, notes: list[str]) -> list[Conversation]:
-    """Draw `count` conversations of one class. If the number is exact, a dataset that ends starts over."""
+def _requests(turns: Sequence[Turns]) -> int:
+    return sum(map(len, turns))
+
+
+def _drawn(
+    spec: WorkloadSpec,
+    part: Part,
+    count: int,
+    is_exact: bool,
+    notes: list[str],
+    counted: Callable[[Sequence[Turns]], int],
+) -> list[Conversation]:
+    """Draw up to `count` conversations of one class. If the number is exact, a dataset that ends starts over.
+
+    Args:
+        counted: what the number is of.
+    """
     if not count:
         return []
     seed = spec.seed_of_prompts if part.dataset.repeats_prompts else spec.seed
     turns = list(part.dataset.draw(count, np.random.default_rng([seed, _LENGTHS, part.number])))
-    there = len(turns)
+    there = counted(turns)
     if there < count and is_exact:
         what = f"{part.dataset.describe()}: {count} requests were asked for and {there} are there"
         if spec.no_oversample:

@@ -38,7 +38,9 @@ class DatasetOptions:
 
     dataset_name: Annotated[
         str,
-        _workload("random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn or custom.", common=True),
+        _workload(
+            "random, sharegpt, azure, mooncake, burstgpt, prefix_repetition, multi_turn, custom or agents.", common=True
+        ),
     ] = "random"
     dataset_path: Annotated[
         Path | None, _workload("File of the dataset, or hf://OWNER/NAME/FILE of the Hugging Face hub.", common=True)

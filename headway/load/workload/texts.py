@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headway.load.errors import BenchError
-from headway.load.workload.datasets import Dataset, SampleRequest, Turns
+from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Dataset, SampleRequest, Turns
 from headway.load.workload.files import numbered_lines, read_text, wrong
 from headway.load.workload.lengths import Distribution, tokens
 from headway.load.workload.prompts import TokenSource
@@ -19,7 +19,6 @@ from headway.load.workload.traces import decoded
 
 # What `vllm bench serve` takes of ShareGPT, in tokens.
 FEWEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
-DEFAULT_OUTPUT_TOKENS = 256
 
 
 @dataclass

@@ -134,10 +134,11 @@ class TokenizerSource:
 
     token_ids = False
     estimates = False
+    is_text = False
 
-    def __init__(self, tokenizer: Tokenizer, added_tokens: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, added_tokens: int | None = None, alphabet: Alphabet | None = None) -> None:
         self.tokenizer = tokenizer
-        self.alphabet = alphabet_of(tokenizer)
+        self.alphabet = alphabet or alphabet_of(tokenizer)
         self.size = len(self.alphabet.ids)
         self.openers = self.alphabet.openers
         self.added_tokens = len(tokenizer.encode("a")) - self.count("a") if added_tokens is None else added_tokens
@@ -156,17 +157,49 @@ class TokenizerSource:
             if length > tokens and len(chosen) > max(fixed, 1):
                 del chosen[max(len(chosen) - change, fixed, 1) :]
             elif length < tokens:
-                chosen += spare.integers(0, self.size, change).tolist()
+                chosen += self._more(chosen[-1], change, spare)
             else:
                 break
         text = self.alphabet.text(chosen)
         return MadePrompt(Prompt(text=text), self.count(text))
+
+    def _more(self, last: int, count: int, spare: np.random.Generator) -> list[int]:
+        """Members to go on with."""
+        found: list[int] = spare.integers(0, self.size, count).tolist()
+        return found
 
     def of_text(self, text: str) -> MadePrompt:
         return MadePrompt(Prompt(text=text), self.count(text) + self.added_tokens)
 
     def count(self, text: str) -> int:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class ProseSource(TokenizerSource):
+    """Stretches of a text, each from the begin of a sentence, measured with the model's tokenizer.
+
+    Speculation finds drafts in it as in other texts, which it does not among random words. A stretch that is longer
+    than the text goes on from its start.
+    """
+
+    is_text = True
+
+    def __init__(self, tokenizer: Tokenizer, text: str, added_tokens: int | None = None) -> None:
+        encoded = tokenizer.backend.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoded.offsets]
+        pieces = [text[start:end] for start, end in itertools.pairwise((*starts, len(text)))]
+        alphabet = Alphabet(encoded.ids, pieces, sentence_starts(pieces), stable=False, trims=True)
+        super().__init__(tokenizer, added_tokens, alphabet)
+
+    def _more(self, last: int, count: int, spare: np.random.Generator) -> list[int]:
+        return [(last + step) % self.size for step in range(1, count + 1)]
+
+
+def sentence_starts(pieces: Sequence[str]) -> Members:
+    """Places of the pieces that follow the end of a sentence; all, where none does."""
+    ends = [piece.rstrip()[-1:] in (".", "?", "!") for piece in pieces]
+    found = [place for place in range(1, len(pieces)) if ends[place - 1] and pieces[place].strip()[:1].isupper()]
+    return np.array(found) if len(found) > 1 else np.arange(len(pieces))
 
 
 class TokenIdSource:
@@ -180,6 +213,7 @@ class TokenIdSource:
 
     token_ids = True
     estimates = False
+    is_text = False
     added_tokens = 0
 
     def __init__(self, ids: Sequence[int], openers: Members | None = None, tokenizer: Tokenizer | None = None) -> None:
@@ -224,11 +258,13 @@ class WordSource:
 
     token_ids = False
     estimates = True
+    is_text = False
+    words: Sequence[str] = WORDS
 
     def __init__(self, tokens_per_word: float = 1.0, added_tokens: int = 0) -> None:
         self.tokens_per_word = tokens_per_word
         self.added_tokens = added_tokens
-        self.size = len(WORDS)
+        self.size = len(self.words)
         self.openers = np.arange(self.size)
 
     @classmethod
@@ -246,7 +282,7 @@ class WordSource:
         return max(round(tokens / self.tokens_per_word), 1)
 
     def render(self, members: Members, tokens: int, fixed: int, spare: np.random.Generator) -> MadePrompt:
-        text = " ".join([WORDS[member] for member in members.tolist()])
+        text = " ".join([self.words[member] for member in members.tolist()])
         return MadePrompt(Prompt(text=text), round(len(members) * self.tokens_per_word))
 
     def of_text(self, text: str) -> MadePrompt:
@@ -254,3 +290,18 @@ class WordSource:
 
     def count(self, text: str) -> int:
         return round(len(text.split()) * self.tokens_per_word)
+
+
+class ProseWordSource(WordSource):
+    """Stretches of a text for a server whose tokenizer is not at hand.
+
+    Args:
+        words: those of the text, in their order.
+    """
+
+    is_text = True
+
+    def __init__(self, words: Sequence[str], tokens_per_word: float, added_tokens: int = 0) -> None:
+        self.words = words
+        super().__init__(tokens_per_word, added_tokens)
+        self.openers = sentence_starts(words)

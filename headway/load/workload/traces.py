@@ -3,7 +3,7 @@
 Formats: the Azure LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens), BurstGPT (CSV: Timestamp in
 seconds, Model, Request tokens, Response tokens, Total tokens, Log Type) and Mooncake (JSON Lines: timestamp in
 milliseconds, input_length, output_length, hash_ids; and tenant, which is ours). They hold no text: prompts of the same
-lengths are made up.
+lengths are made up. Rows of Mooncake may also have what AIPerf added to them: sessions, waits and texts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from headway.load.errors import BenchError
-from headway.load.workload.datasets import Dataset, SampleRequest, Turns
+from headway.load.request import Message
+from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Dataset, Links, SampleRequest, Turns
 from headway.load.workload.files import count_of, numbered_lines, read_text, wrong
 from headway.load.workload.lengths import Distribution, tokens
 from headway.load.workload.spec import MOONCAKE_BLOCK_SIZE
@@ -31,7 +32,7 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE_EXAMPLE = '{"timestamp": 40, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
 T = TypeVar("T")
-Row = tuple[int, SampleRequest]  # nanoseconds from any origin, and the request
+Row = tuple[int, Turns]  # nanoseconds from any origin, and what came then
 
 
 class TraceRows(Dataset):
@@ -49,13 +50,17 @@ class TraceRows(Dataset):
         rows = self._usable(rows)
         first = rows[0][0]
         # Whole nanoseconds until here, so that gaps are those of the file.
-        self._turns: list[Turns] = [(replace(request, arrival_s=(at - first) / 1e9),) for at, request in rows]
+        self._turns: list[Turns] = [(replace(turns[0], arrival_s=(at - first) / 1e9), *turns[1:]) for at, turns in rows]
         self.rows = len(rows)
 
+    @property
+    def mean_turns(self) -> float:
+        return sum(map(len, self._turns)) / len(self._turns)
+
     def _usable(self, rows: list[Row]) -> list[Row]:
-        kept = [row for row in rows if row[1].output_tokens and row[1].input_tokens]
+        kept = [row for row in rows if all(each.output_tokens and _says_something(each) for each in row[1])]
         if len(kept) < len(rows):
-            failed = sum(not request.output_tokens for _, request in rows)
+            failed = sum(not all(each.output_tokens for each in turns) for _, turns in rows)
             empty = len(rows) - len(kept) - failed
             what = [f"{failed} without an answer"] * bool(failed) + [f"{empty} without a prompt"] * bool(empty)
             self.notes.append(f"{self.path.name}: {' and '.join(what)} of {len(rows)} requests left out")
@@ -71,8 +76,8 @@ class TraceRows(Dataset):
         taken = self._turns[:count]
         if self.output_len is None:
             return taken
-        lengths = tokens(self.output_len, len(taken), rng).tolist()
-        return [(replace(turns[0], output_tokens=length),) for turns, length in zip(taken, lengths, strict=True)]
+        lengths = iter(tokens(self.output_len, sum(map(len, taken)), rng).tolist())
+        return [tuple(replace(each, output_tokens=next(lengths)) for each in turns) for turns in taken]
 
     def describe(self) -> str:
         return f"{self.name} trace {self.path.name}"
@@ -117,9 +122,9 @@ def read_azure(path: Path) -> TraceRows:
     Raises:
         BenchError: naming the file, the line, and what is wrong with it.
     """
-    rows = []
+    rows: list[Row] = []
     for line, (came, prompt, answer), _ in _csv_rows(path, AZURE_COLUMNS, "an Azure trace"):
-        rows.append((_azure_time(path, line, came), _request(path, line, AZURE_COLUMNS, prompt, answer)))
+        rows.append((_azure_time(path, line, came), (_request(path, line, AZURE_COLUMNS, prompt, answer),)))
     return TraceRows("Azure", path, rows, shares_blocks=False)
 
 
@@ -139,12 +144,12 @@ def read_burstgpt(path: Path, model: str | None = None) -> TraceRows:
     Raises:
         BenchError: naming the file, the line, and what is wrong with it.
     """
-    rows, models = [], set()
+    rows, models = list[Row](), set[str]()
     for line, (came, prompt, answer), asked in _csv_rows(path, BURSTGPT_COLUMNS, "a BurstGPT trace"):
         models.add(asked)
         if model is None or asked == model:
             at = _nanoseconds(path, line, "Timestamp", came, 1_000_000_000)
-            rows.append((at, _request(path, line, BURSTGPT_COLUMNS, prompt, answer)))
+            rows.append((at, (_request(path, line, BURSTGPT_COLUMNS, prompt, answer),)))
     if not rows:
         raise BenchError(f"{path} has no requests to the model '{model}'; it has {', '.join(sorted(models))}")
     return TraceRows("BurstGPT", path, rows, shares_blocks=False)
@@ -160,12 +165,29 @@ def _nanoseconds(path: Path, line: int, name: str, said: str | float, unit: int)
     return round(value * unit)
 
 
-class _MooncakeRow(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
+class MooncakeRow(msgspec.Struct):
+    """A row of a Mooncake trace, also as AIPerf writes it: with exactly one of input_length, text_input, messages.
+
+    Args:
+        session_id: rows of a session come one after the other.
+        delay: milliseconds after the answer to the row before.
+        message_mode: "history" where messages are the whole prompt, "delta" where they are added to what was said.
+        extra: further fields of the request's body.
+    """
+
+    timestamp: float | None = None
+    input_length: int | None = None
+    output_length: int | None = None
     hash_ids: list[int] | None = None
     tenant: str = ""
+    session_id: str = ""
+    delay: float | None = None
+    text_input: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    message_mode: Literal["history", "delta"] = "history"
+    extra: dict[str, Any] = {}
+    payload: Any = None
 
 
 def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRows:
@@ -176,30 +198,97 @@ def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRow
     """
     if block_size < 1:
         raise BenchError(f"--trace-block-size is {block_size}; it must be 1 or more")
-    decode = msgspec.json.Decoder(_MooncakeRow).decode
-    rows = []
+    decode = msgspec.json.Decoder(MooncakeRow).decode
+    sessions: dict[str, list[tuple[int, MooncakeRow]]] = {}
     for line, said in numbered_lines(path):
         row = decoded(decode, path, line, said, MOONCAKE_EXAMPLE)
-        if min(row.input_length, row.output_length, *(row.hash_ids or ())) < 0:
+        sessions.setdefault(row.session_id or f"line {line}", []).append((line, row))
+    rows = []
+    for session in sessions.values():
+        line, first = session[0]
+        if first.timestamp is None:
+            raise wrong(path, line, "there is no timestamp", "agents without times are read by --dataset-name agents")
+        rows.append(
+            (_nanoseconds(path, line, "timestamp", first.timestamp, 1_000_000), session_of(path, session, block_size))
+        )
+    repeats = any(each.shared or _is_text(each) for _, turns in rows for each in turns)
+    return TraceRows("Mooncake", path, rows, shares_blocks=repeats)
+
+
+def session_of(path: Path, rows: Sequence[tuple[int, MooncakeRow]], block_size: int = MOONCAKE_BLOCK_SIZE) -> Turns:
+    """The turns of a session, from its numbered lines. Raises BenchError for one that cannot be sent."""
+    began, tools, turns = rows[0][1].timestamp, None, list[SampleRequest]()
+    for place, (line, row) in enumerate(rows):
+        if (row.input_length, row.text_input, row.messages).count(None) != 2 or row.payload is not None:
+            raise wrong(
+                path,
+                line,
+                "not exactly one of input_length, text_input and messages",
+                f"expected as {MOONCAKE_EXAMPLE}",
+            )
+        answer = DEFAULT_OUTPUT_TOKENS if row.output_length is None else row.output_length
+        if row.input_length is not None and row.output_length is None:
+            raise wrong(path, line, "there is no output_length", f"expected as {MOONCAKE_EXAMPLE}")
+        if min(row.input_length or 0, answer, *(row.hash_ids or ())) < 0:
             raise wrong(path, line, "a length or hash id below 0", "whole numbers of 0 or more are expected")
-        shared = _blocks(path, line, row, block_size)
-        at = _nanoseconds(path, line, "timestamp", row.timestamp, 1_000_000)
-        rows.append((at, SampleRequest(row.output_length, row.input_length, shared, tenant=row.tenant)))
-    return TraceRows("Mooncake", path, rows, shares_blocks=any(request.shared for _, request in rows))
+        adds = row.messages is None or row.message_mode == "delta"
+        tools = row.tools or (tools if adds else None)
+        before_s = 0.0 if row.timestamp is None or began is None else (row.timestamp - began) / 1e3
+        links = Links(place - 1 if adds else None, () if adds else (place - 1,)) if place else Links()
+        turns.append(
+            SampleRequest(
+                answer,
+                row.input_length or 0,
+                _blocks(path, line, row, block_size),
+                text=row.text_input,
+                messages=checked_messages(path, line, row.messages or []),
+                extra_body=({"tools": tools} if tools and row.messages else {}) | row.extra,
+                links=links if len(rows) > 1 else None,
+                think_s=seconds_of(path, line, "delay", row.delay or 0.0) if place else 0.0,
+                not_before_s=seconds_of(path, line, "timestamp", before_s * 1e3) if place else 0.0,
+                tenant=row.tenant,
+            )
+        )
+    return tuple(turns)
 
 
-def _blocks(path: Path, line: int, row: _MooncakeRow, block_size: int) -> tuple[tuple[int, int], ...]:
+def checked_messages(path: Path, line: int, messages: list[Message]) -> tuple[Message, ...]:
+    """Raises BenchError where one has no role."""
+    if any(not isinstance(each.get("role"), str) for each in messages):
+        raise wrong(path, line, "a message without a role", 'expected as {"role": "user", "content": "..."}')
+    return tuple(messages)
+
+
+def seconds_of(path: Path, line: int, name: str, milliseconds: float) -> float:
+    """Raises BenchError where it is below 0, or no number."""
+    if not 0 <= milliseconds < math.inf:
+        raise wrong(
+            path, line, f"{name} is {milliseconds:g}", "milliseconds of 0 or more, and not falling, are expected"
+        )
+    return round(milliseconds / 1e3, 6)
+
+
+def _is_text(request: SampleRequest) -> bool:
+    return request.text is not None or bool(request.messages)
+
+
+def _says_something(request: SampleRequest) -> bool:
+    return bool(request.input_tokens or request.text or request.messages)
+
+
+def _blocks(path: Path, line: int, row: MooncakeRow, block_size: int) -> tuple[tuple[int, int], ...]:
     if not row.hash_ids:
         return ()
-    needed = math.ceil(row.input_length / block_size)
+    length = row.input_length or 0
+    needed = math.ceil(length / block_size)
     if len(row.hash_ids) != needed:
         raise wrong(
             path,
             line,
-            f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens",
+            f"{len(row.hash_ids)} hash_ids for {length} tokens",
             f"{needed} blocks of {block_size} tokens are expected; is --trace-block-size right?",
         )
-    last = row.input_length - (needed - 1) * block_size
+    last = length - (needed - 1) * block_size
     return tuple((block, block_size) for block in row.hash_ids[:-1]) + ((row.hash_ids[-1], last),)
 
 

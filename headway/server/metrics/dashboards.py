@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from headway.engine.config import EngineConfig
 from headway.engine.messages import EngineStats, Ready
 from headway.server.metrics.metrics import Metrics
 from headway.server.metrics.telemetry import METRICS
@@ -56,7 +57,13 @@ class Queries:
     def __init__(self, prefix: str) -> None:
         ready = Ready(0, {}, 1, 16, 1, "cpu", "auto", 1, 1)
         engine = SimpleNamespace(
-            stats=EngineStats(0, 0, 0.0), ready=ready, num_waiting=0, restarts=0, hangs=0, pid=os.getpid()
+            config=EngineConfig(),
+            stats=EngineStats(0, 0, 0.0),
+            ready=ready,
+            num_waiting=0,
+            restarts=0,
+            hangs=0,
+            pid=os.getpid(),
         )
         metrics = Metrics(prefix, "", engine)
         metrics.add_clients(lambda: (0, 0))

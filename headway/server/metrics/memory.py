@@ -97,6 +97,9 @@ class MemoryMetrics:
             if ready.draft_block_bytes:
                 text = "Bytes of the draft model's KV cache, beside the model's own."
                 yield gauge("draft_kv_cache_bytes", text, ready.num_blocks * ready.draft_block_bytes)
+            if (speculation := self._engine.config.speculative_config) is not None:
+                text = "Most drafts behind a token; only with --speculative-config."
+                yield gauge("spec_decode_num_speculative_tokens", text, speculation.num_speculative_tokens)
             free = ready.num_blocks - in_use
             yield gauge("kv_cache_used_bytes", "Bytes of KV blocks in use.", in_use * ready.block_bytes)
             yield gauge("kv_blocks_free", "KV blocks that no request uses, cached ones included.", free)

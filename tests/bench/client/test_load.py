@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from headway.bench.client.conversations import continued
 from headway.bench.client.load import LoadListener, LoadMode, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.load.endpoint import Endpoint
 from headway.load.errors import BenchError
+from headway.load.measures.summary import summarise_all
 from headway.load.record import FailureKind, RequestRecord
 from headway.load.request import PlannedRequest, Prompt
 from tests.bench.client.senders import FakeClient, Listening, Run, at, indices, kinds, turns
@@ -207,6 +209,69 @@ def test_a_failed_turn_ends_its_conversation_visibly(run: Run, mode: LoadMode) -
     assert given_up.failure is not None and "request 1" in given_up.failure.message
     assert given_up.sent_ns == 0 and given_up.scheduled_ns == outcome.records[1].end_ns and given_up.end_ns
     assert outcome.never_due == 0 and not outcome.interrupted
+
+
+def graph(*rows: tuple[int | None, tuple[int, ...], float], arrival_s: float | None = 0.0) -> list[PlannedRequest]:
+    """Requests of one graph: what each follows, what else it waits for, and how long it thinks."""
+    return [
+        PlannedRequest(index, Prompt(text=f"{index};"), 1, 8, follows=follows, after=after, think_s=think_s,
+                       arrival_s=None if follows is not None or after else arrival_s, graph=0, graph_size=len(rows))
+        for index, (follows, after, think_s) in enumerate(rows)
+    ]  # fmt: skip
+
+
+# 0 starts 1 and 2, which run beside each other; 3 goes on from 0 when both are done; 4 goes on from 3.
+DIAMOND = ((None, (), 0.0), (None, (0,), 0.0), (None, (0,), 0.02), (0, (1, 2), 0.01), (3, (), 0.0))
+
+
+@pytest.mark.parametrize("mode", [LoadMode.OPEN, LoadMode.CLOSED])
+def test_a_request_of_a_graph_waits_for_all_that_it_needs_and_its_tool(run: Run, mode: LoadMode) -> None:
+    client = FakeClient(delay_s=0.005)
+    requests = graph(*DIAMOND)
+    outcome = run(run_load(client, [*requests, PlannedRequest(5, Prompt(text="5"), 1, 8)], mode=mode, max_concurrency=1)
+                  if mode is LoadMode.CLOSED else run_load(client, requests))  # fmt: skip
+    ends = {record.index: record.end_ns for record in outcome.records}
+    due = {record.index: record.scheduled_ns for record in outcome.records}
+    assert (due[1], due[2]) == (ends[0], ends[0] + 20_000_000)
+    assert due[3] == max(ends[1], ends[2]) + 10_000_000 and due[4] == ends[3]
+    assert client.prompts[3] == Prompt(text="0;answer 03;") and client.prompts[1] == Prompt(text="1;")
+    assert client.prompts[4] == Prompt(text="0;answer 03;answer 34;")
+    if mode is LoadMode.CLOSED:  # the only user begins the next one when the whole graph is done
+        assert due[5] == ends[4]
+    (found,) = [each.graphs for each in summarise_all(outcome)[:1]]
+    assert found is not None and (found.complete, found.total) == (1, 1) and found.makespan_ms is not None
+    assert found.makespan_ms.mean == pytest.approx((outcome.records[4].last_token_ns - due[0]) / 1e6)
+    last = {record.index: record.last_token_ns for record in outcome.records}
+    served = [last[0] - due[0], last[1] - due[1], last[2] - due[2], last[3] - due[3], last[4] - due[4]]
+    both = max(0, last[1] - due[2])  # of the two side by side
+    assert found.served_ms is not None and found.served_ms.mean == pytest.approx((sum(served[:5]) - both) / 1e6)
+
+
+def test_a_failure_ends_what_waits_for_it_by_name_and_nothing_else(run: Run) -> None:
+    client = FakeClient(failing=(1,))
+    outcome = run(run_load(client, [*graph(*DIAMOND), *at(0.0, 0.0)[1:]]))
+    assert sorted(set(client.sent)) == [0, 1, 2]
+    assert kinds(outcome) == {1: "server_error", 3: "abandoned", 4: "abandoned"}
+    for lost in outcome.records[3:]:
+        if lost.failure and lost.index > 1:
+            assert lost.failure.message == "request 1, which it waited for, failed (server_error)"
+    found = summarise_all(outcome)[0].graphs
+    assert found is not None and (found.complete, found.makespan_ms) == (0, None)
+
+
+def test_results_of_tools_belong_to_the_calls_that_came() -> None:
+    def call(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "find", "arguments": "{}"}}
+
+    asked = Prompt(messages=({"role": "user", "content": "Find it."},))
+    results = Prompt(messages=tuple({"role": "tool", "tool_call_id": f"old {n}", "content": str(n)} for n in range(2)))
+    found = continued(asked, "Well.", results, True, [call("a"), call("b"), call("c")]).messages or ()
+    assert found[1] == {"role": "assistant", "content": "Well.", "tool_calls": [call("a"), call("b")]}
+    assert [each["tool_call_id"] for each in found[2:]] == ["a", "b"]
+    none = continued(asked, "Well.", results, True).messages or ()
+    assert "tool_calls" not in none[1] and none[2:] == tuple({"role": "user", "content": str(n)} for n in range(2))
+    more = continued(asked, "Well.", Prompt(text="And?"), True, [call("a")]).messages or ()
+    assert more[1:] == ({"role": "assistant", "content": "Well."}, {"role": "user", "content": "And?"})
 
 
 def test_a_client_that_keeps_no_text_is_found_out(run: Run) -> None:

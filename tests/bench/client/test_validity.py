@@ -100,7 +100,7 @@ def read(kind: type[StreamedAnswer], events: list[dict[str, Any]], asked: dict[s
         answer.body(f"data: {json.dumps(event)}\n\n".encode(), number)
     record.failure = answer.failure(99)
     answer.settle()
-    assert record.text is None
+    assert record.text is None and not record.calls
     return record
 
 
@@ -125,6 +125,13 @@ def test_a_chat_in_parts() -> None:
         == "the text: no JSON, cut at its number of tokens"
     )
     assert read(StreamedAnswer, [chat(content="{"), END], {}).invalid is None
+    kept = StreamedAnswer(RequestRecord(0), keep_text=True)  # for a turn that brings results of these calls
+    kept.headers(200, {b"content-type": b"text/event-stream"}, 0)
+    for event in events:
+        kept.body(f"data: {json.dumps(event)}\n\n".encode(), 1)
+    kept.settle()
+    made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert kept.record.calls == [made]  # the second call has no id
 
 
 def test_calls_of_the_other_apis() -> None:

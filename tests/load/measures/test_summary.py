@@ -230,5 +230,5 @@ def test_a_server_that_speculates_is_named() -> None:
     (note,) = [
         note for note in summarise(run(records, settings={"dataset_name": "random"})).notes if "16 drafts" in note
     ]
-    assert note.endswith("measure with texts (--dataset-name custom)")
+    assert note.endswith("measure with --prompts prose or texts")
     assert not any("speculated" in note for note in summarise(run([request(0, [10, 20])])).notes)

@@ -224,7 +224,7 @@ def test_conversations(text: TokenizerSource, chat: bool) -> None:
     assert [r.prompt_tokens for r in made.requests[:3]] == [30, 57, 84]
     assert made.longest_tokens == 91
     assert made.notes == ["arrivals are of conversations and single requests: 3 with 8 requests in all"]
-    assert len(Conversations(made.requests).first_turns) == 3
+    assert len(Conversations(made.requests).graphs) == 3
     for request in made.requests:
         if chat:
             assert request.prompt.messages is not None and request.prompt.messages[0]["role"] == "user"

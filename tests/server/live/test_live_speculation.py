@@ -115,6 +115,7 @@ def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[dict[str, Any]]) 
     with closing(Live(STORY, *MODEL, "--speculative-config", wanted)) as server:
         eventually(server.is_ready, 90)
         assert server.metric("draft_kv_cache_bytes") > 1 << 20
+        assert server.metric("spec_decode_num_speculative_tokens") == 15
         answer = server.complete(prompt=PROMPTS[0], include_timings=True, **ASKED)
         metrics = server.http.get("/metrics").text
     assert answer["choices"][0]["token_ids"] == plain[0]["token_ids"]

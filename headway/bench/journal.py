@@ -1,4 +1,4 @@
-"""A journal of what was measured and simulated, so that an interrupted tuning goes on where it was."""
+"""A journal of what was measured and simulated, so that an interrupted tuning or sweep goes on where it was."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Journal:
-    """Answers by their questions, a line of JSON each. A tuning that asks the same again gets the same answer.
+    """Answers by their questions, a line of JSON each. Who asks the same again gets the same answer.
 
     Args:
-        about: what is tuned; a journal of something else is refused.
+        about: what it is of; a journal of something else is refused.
 
     Raises:
         ValueError: the file cannot be used; one line.
@@ -32,9 +32,9 @@ class Journal:
             except ValueError:
                 if number + 1 < len(lines):
                     raise ValueError(f"{path}, line {number + 1} is not JSON; give another --output") from None
-                continue  # half a line of a tuning that was killed
+                continue  # half a line of a process that was killed
             if not number and entry.get("about") != about:
-                raise ValueError(f"{path} is of a tuning with other options; give another --output, or remove it")
+                raise ValueError(f"{path} is of a run with other options; give another --output, or remove it")
             if "question" in entry:
                 self._known[entry["question"]] = entry["answer"]
                 self.seconds += entry["seconds"]
