@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from pathlib import Path
 
 from benchmarks.checkpoint import SHAPES
@@ -20,24 +21,47 @@ Point = tuple[str, int]  # "decode" and the batch, or "prefill" and the tokens
 POINTS: list[Point] = [("decode", 1), ("decode", 4), ("decode", 16), ("prefill", 128), ("prefill", 512)]
 
 
+def steps_of(engine: LiveEngine, point: Point, context: int, budget_s: float) -> list[float]:
+    """Seconds of some steps."""
+    what, size = point
+    with engine.bound():
+        return engine.prefill(size, budget_s) if what == "prefill" else engine.decode(context, size, budget_s)[0]
+
+
 def step_ms(engine: LiveEngine, point: Point, context: int, budget_s: float) -> float:
     """The median of some steps."""
-    what, size = point
-    seconds = engine.prefill(size, budget_s) if what == "prefill" else engine.decode(context, size, budget_s)[0]
-    return 1000 * statistics.median(seconds)
+    return 1000 * statistics.median(steps_of(engine, point, context, budget_s))
 
 
 def measure(
-    engines: dict[str, LiveEngine], points: list[Point], context: int, rounds: int, budget_s: float
+    engines: dict[str, LiveEngine], points: list[Point], context: int, rounds: int, budget_s: float, stages: int = 1
 ) -> dict[str, list[dict[str, float]]]:
-    """Milliseconds of a step on each engine, by point and round."""
+    """Milliseconds of a step on each engine, by point and round; and those of stages, as `in_stages` says."""
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         order = list(engines) if number % 2 == 0 else list(engines)[::-1]
         for point in points:
             took = {name: step_ms(engines[name], point, context, budget_s) for name in order}
+            if stages > 1:
+                took |= in_stages(engines["ranks"], point, context, budget_s)
             found.setdefault(f"{point[0]}:{point[1]}", []).append(took)
     return found
+
+
+def in_stages(engine: LiveEngine, point: Point, context: int, budget_s: float) -> dict[str, float]:
+    """Micro-batches of a step; the share of its time in which the last stage waits, and what it is by the turns.
+
+    And milliseconds of a step that is not divided.
+    """
+    (count, turns), began_ns = engine.divided_into, time.monotonic_ns()
+    engine.runner.timed(True)
+    steps_of(engine, point, context, budget_s / 2)
+    waited_ns = sum(ended - began for name, began, ended in engine.runner.timed(None) if name == "await")
+    engine.runner.timed(False)
+    waited = waited_ns / (time.monotonic_ns() - began_ns)
+    with engine.in_turn():
+        in_turn = step_ms(engine, point, context, budget_s)
+    return {"in_turn": in_turn, "micro_batches": count, "idle": waited, "predicted_idle": 1 - count / turns}
 
 
 def speeds(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -56,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of a stage")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--whole-experts", action="store_true", help="deal experts out whole to ranks")
+    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--threads", type=int, default=2, help="of one rank, and of all ranks together")
     parser.add_argument("--context", type=int, default=256, help="of decodes, in tokens")
     parser.add_argument("--points", nargs="+", default=[f"{what}:{size}" for what, size in POINTS])
@@ -67,15 +92,18 @@ def main(argv: list[str] | None = None) -> None:
     batch = max((size for what, size in points if what == "decode"), default=1)
     prompt = max((size for what, size in points if what == "prefill"), default=1)
     sizes = SHAPES[args.shape], batch, args.context, prompt, args.threads
-    more = {"stages": args.stages, "whole_experts": args.whole_experts}
+    more = {"stages": args.stages, "whole_experts": args.whole_experts, "bind_ranks": not args.unbound}
     engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks, **more)}
-    found = measure(engines, points, args.context, args.rounds, args.budget)
+    found = measure(engines, points, args.context, args.rounds, args.budget, args.stages)
     rows = speeds(found)
     ranks = args.ranks * args.stages
     print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {ranks} ranks")
     for point, row in rows.items():
         spread = f"{row['least']:.2f} to {row['most']:.2f}"
         print(f"{point:>12} {row['one']:8.2f} {row['ranks']:8.2f}   {row['speed']:.2f} of the speed ({spread})")
+        if args.stages > 1:
+            divided = f"{row['micro_batches']:g} micro-batches, rank 0 idle {row['idle']:.0%} of the time"
+            print(f"{'':>21} {row['in_turn']:8.2f}   in turn; {divided}, {row['predicted_idle']:.0%} by its turns")
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     save({"machine": about(), "settings": settings, "rows": rows, "rounds": found}, own_file(args.output))
 
