@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 from benchmarks.checkpoint import SHAPES
@@ -18,6 +17,9 @@ from benchmarks.live_engine import LiveEngine
 from benchmarks.machine import RESULTS, about, own_file, save
 
 Point = tuple[str, int]  # "decode" and the batch, or "prefill" and the tokens
+# What a step consists of, by the names of kernels.
+PARTS = {"product": "products", "attend": "attention", "join": "sums", "add_up": "sums", "pick": "sums"}
+PARTS |= {"meet": "waits", "await": "waits"}
 POINTS: list[Point] = [("decode", 1), ("decode", 4), ("decode", 16), ("prefill", 128), ("prefill", 512)]
 
 
@@ -36,32 +38,44 @@ def step_ms(engine: LiveEngine, point: Point, context: int, budget_s: float) -> 
 def measure(
     engines: dict[str, LiveEngine], points: list[Point], context: int, rounds: int, budget_s: float, stages: int = 1
 ) -> dict[str, list[dict[str, float]]]:
-    """Milliseconds of a step on each engine, by point and round; and those of stages, as `in_stages` says."""
+    """Milliseconds of a step on each engine, by point and round, and of its parts; and what `in_stages` says."""
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         order = list(engines) if number % 2 == 0 else list(engines)[::-1]
         for point in points:
             took = {name: step_ms(engines[name], point, context, budget_s) for name in order}
+            for name in order:
+                parts = parts_ms(engines[name], point, context, budget_s / 2)
+                took |= {f"{name}_{part}": milliseconds for part, milliseconds in parts.items()}
             if stages > 1:
                 took |= in_stages(engines["ranks"], point, context, budget_s)
             found.setdefault(f"{point[0]}:{point[1]}", []).append(took)
     return found
 
 
-def in_stages(engine: LiveEngine, point: Point, context: int, budget_s: float) -> dict[str, float]:
-    """Micro-batches of a step; the share of its time in which the last stage waits, and what it is by the turns.
+def parts_ms(engine: LiveEngine, point: Point, context: int, budget_s: float) -> dict[str, float]:
+    """Mean milliseconds of a step by what this process does in it: one rank with all threads, or rank 0 of several.
 
-    And milliseconds of a step that is not divided.
+    sums are those of several ranks' parts, waits those for another rank, and host what is no kernel.
     """
-    (count, turns), began_ns = engine.divided_into, time.monotonic_ns()
     engine.runner.timed(True)
-    steps_of(engine, point, context, budget_s / 2)
-    waited_ns = sum(ended - began for name, began, ended in engine.runner.timed(None) if name == "await")
+    seconds = steps_of(engine, point, context, budget_s)
+    timed = engine.runner.timed(None)
     engine.runner.timed(False)
-    waited = waited_ns / (time.monotonic_ns() - began_ns)
+    found = dict.fromkeys(["products", "attention", "sums", "waits", "others"], 0.0)
+    since_ns = timed[-1][2] - round(1e9 * sum(seconds))  # steps before were not timed by steps_of
+    for name, began_ns, ended_ns in timed:
+        if began_ns >= since_ns:
+            found[PARTS.get(name, "others")] += (ended_ns - began_ns) / 1e6 / len(seconds)
+    return found | {"host": 1000 * statistics.fmean(seconds) - sum(found.values())}
+
+
+def in_stages(engine: LiveEngine, point: Point, context: int, budget_s: float) -> dict[str, float]:
+    """Micro-batches of a step, the share of turns in which a stage is idle, and milliseconds of an undivided step."""
+    count, turns = engine.divided_into
     with engine.in_turn():
         in_turn = step_ms(engine, point, context, budget_s)
-    return {"in_turn": in_turn, "micro_batches": count, "idle": waited, "predicted_idle": 1 - count / turns}
+    return {"in_turn": in_turn, "micro_batches": count, "bubbles": 1 - count / turns}
 
 
 def speeds(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -101,9 +115,12 @@ def main(argv: list[str] | None = None) -> None:
     for point, row in rows.items():
         spread = f"{row['least']:.2f} to {row['most']:.2f}"
         print(f"{point:>12} {row['one']:8.2f} {row['ranks']:8.2f}   {row['speed']:.2f} of the speed ({spread})")
+        for name in ("one", "ranks"):
+            parts = {key.removeprefix(f"{name}_"): ms for key, ms in row.items() if key.startswith(f"{name}_")}
+            print(f"{name:>12}   {', '.join(f'{part} {ms:.2f}' for part, ms in parts.items())}")
         if args.stages > 1:
-            divided = f"{row['micro_batches']:g} micro-batches, rank 0 idle {row['idle']:.0%} of the time"
-            print(f"{'':>21} {row['in_turn']:8.2f}   in turn; {divided}, {row['predicted_idle']:.0%} by its turns")
+            divided = f"{row['micro_batches']:g} micro-batches, stages idle in {row['bubbles']:.0%} of the turns"
+            print(f"{'in turn':>12} {row['in_turn']:8.2f}   {divided}")
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     save({"machine": about(), "settings": settings, "rows": rows, "rounds": found}, own_file(args.output))
 

@@ -27,4 +27,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     found = json.loads(output.read_text())
     assert len(found["rounds"]["prefill:32"]) == 2 and found["settings"]["stages"] == 2
     assert all(row["speed"] > 0 and row["in_turn"] > 0 for row in found["rows"].values())
-    assert all(0 < row["idle"] < 1 and 0 <= row["predicted_idle"] <= 0.5 for row in found["rows"].values())
+    assert all(
+        0 <= row["bubbles"] <= 0.5 and row["ranks_waits"] > row["one_waits"] == 0 for row in found["rows"].values()
+    )
+    assert all(row[f"{name}_products"] > 0 for row in found["rows"].values() for name in ("one", "ranks"))
