@@ -22,7 +22,7 @@ import torch
 
 from headway.engine.config import EngineConfig
 from headway.engine.executor import EngineFault
-from headway.engine.host import Core, physical_cores, shared_out
+from headway.engine.host import Core, physical_cores, shared_out, usable_threads
 from headway.engine.memory import Groups, bytes_per_block
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
 from headway.kernels.cpu.kernels import CpuKernels
@@ -139,8 +139,14 @@ class Followers:
             os.sched_setaffinity(0, self.processors[0])
 
     def _claim_cores(self) -> list[list[int]]:
-        """The processors of each rank, whose cores no other engine has claimed for its ranks; empty if too few."""
-        claims = {core: claim for core in physical_cores() if (claim := _claim(core)) is not None}
+        """The processors of each rank, whose cores no other engine has claimed for its ranks; empty if too few.
+
+        And where a quota allows less than all cores: others that have one may be bound to the same, and all see them.
+        """
+        cores = physical_cores()
+        if usable_threads() < len(cores):
+            return []
+        claims = {core: claim for core in cores if (claim := _claim(core)) is not None}
         shares = shared_out(claims, self.count, torch.get_num_threads())
         self._claims = [claims.pop(core) for share in shares for core in share]
         for claim in claims.values():

@@ -255,20 +255,21 @@ def test_vectors_are_those_of_one_rank(build: Build) -> None:
         assert found.outputs.embedding == pytest.approx(expected.outputs.embedding, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize(("taken", "quota"), [(False, 2), (True, 2), (False, 1)])
 def test_ranks_are_bound_to_cores_that_no_other_engine_has(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, taken: bool
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, taken: bool, quota: int
 ) -> None:
-    """In a thread, as that is bound. A claim that another engine holds cannot be had."""
+    """In a thread, as that is bound. A claim that another engine holds cannot be had; with a quota there are none."""
     cores = [Core(number, f"of a test, {os.getpid()} {number}", "") for number in sorted(os.sched_getaffinity(0))[:2]]
     monkeypatch.setattr("headway.engine.ranks.physical_cores", lambda: cores)
-    held = [_claim(core) for core in cores[: int(taken)]]
+    monkeypatch.setattr("headway.engine.ranks.usable_threads", lambda: quota)
+    held, is_bound = [_claim(core) for core in cores[: int(taken)]], not taken and quota == 2
 
     def bound() -> list[set[int]]:
         options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "kv_cache_memory": 4 << 20}
         llm = LLM(str(folders("llama")), tensor_parallel_size=2, num_threads=2, bind_ranks=True, **options)
         found = [os.sched_getaffinity(pid) for pid in (0, *(each.pid for each in psutil.Process().children()))]
-        assert taken or _claim(cores[0]) is None
+        assert not is_bound or _claim(cores[0]) is None
         assert isinstance(llm.engine.core.executor, RankedExecutor)
         llm.engine.core.executor._followers.end()
         return found
@@ -276,8 +277,8 @@ def test_ranks_are_bound_to_cores_that_no_other_engine_has(
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(bound).result()
     everyone = os.sched_getaffinity(0)
-    assert found[0] == (everyone if taken else {cores[0].processor})
-    assert (everyone if taken else {cores[1].processor}) in found[1:]
+    assert found[0] == ({cores[0].processor} if is_bound else everyone)
+    assert ({cores[1].processor} if is_bound else everyone) in found[1:]
     held.append(_claim(cores[1]))
     assert None not in held, "the claims of an engine that has ended are free"
     for claim in held:
