@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, StepsInOrder
 from headway.engine.messages import AddRequest
+from headway.engine.ranked import StagedExecutor
+from headway.policy.step.micro_batches import MicroBatches
 from headway.policy.step.sampling_params import SamplingParams
 
 DTYPE = "bfloat16"
@@ -52,6 +55,7 @@ class LiveEngine:
         device: cpu or cuda.
         cache_tokens: of the pool; None: for so many sequences with such a context or prompt.
         ranks: processes that share each layer, and with those of all `stages` the threads.
+        bind_ranks: to cores; this thread is bound while it is `bound`.
         whole_experts: these processes have whole experts.
     """
 
@@ -67,6 +71,7 @@ class LiveEngine:
         ranks: int = 1,
         stages: int = 1,
         whole_experts: bool = False,
+        bind_ranks: bool = True,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -88,8 +93,12 @@ class LiveEngine:
                 tensor_parallel_size=ranks,
                 pipeline_parallel_size=stages,
                 enable_expert_parallel=whole_experts,
+                bind_ranks=bind_ranks,
             )
+            before = os.sched_getaffinity(0)
             engine = build_engine(settings)
+        self._processors = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, before)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
         for cache in self.runner.caches:
             for blocks in cache.tensors:
@@ -133,6 +142,36 @@ class LiveEngine:
             yield
         finally:
             self._core.steps = steps
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Bind this thread as the engine has bound it, until the context ends."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._processors)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let the stages take turns, until the context ends: steps are not divided into micro-batches."""
+        executor = self._staged()
+        divides, executor.micro_batches = executor.micro_batches, MicroBatches(stages=1)
+        try:
+            yield
+        finally:
+            executor.micro_batches = divides
+
+    @property
+    def divided_into(self) -> tuple[int, int]:
+        """See StagedExecutor."""
+        return self._staged().divided_into
+
+    def _staged(self) -> StagedExecutor:
+        executor = self._core.executor
+        assert isinstance(executor, StagedExecutor)
+        return executor
 
     def prefill(self, tokens: int, budget_s: float) -> list[float]:
         """Seconds of steps with one prompt each, for about so long."""

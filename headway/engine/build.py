@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.engine.ahead import StepsAhead
+from headway.engine.ahead import AheadExecutor, StepsAhead
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
 from headway.engine.draft_head import DraftHead
@@ -142,8 +142,9 @@ def _build(
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
         hooks = _hooks(start, runner, scheduler, draft, adapters)
-    ahead = config.async_scheduling and runner.runs_ahead and pool.executor is runner
-    steps = StepsAhead(scheduler, runner) if ahead and all(hook.allows_ahead for hook in hooks) else None
+    steps = None
+    if pool.ahead is not None and config.async_scheduling and all(hook.allows_ahead for hook in hooks):
+        steps = StepsAhead(scheduler, pool.ahead)
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
     core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
     core.adapters = adapters
@@ -192,6 +193,7 @@ class _Pool:
     Args:
         runner: of this process.
         executor: the runner, or what has all ranks run steps.
+        ahead: the same, if it can be given a step while the one before runs.
         block_bytes: of a block in all ranks.
         draft_block_bytes: of a block of the draft model's cache; 0 without one.
     """
@@ -199,6 +201,7 @@ class _Pool:
     size: PoolSize
     runner: Runner
     executor: Executor
+    ahead: AheadExecutor | None
     block_bytes: int
     draft_block_bytes: int
 
@@ -237,10 +240,15 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
         draft_states=size.draft_states,
     )
     executor: Executor = runner
+    ahead: AheadExecutor | None = runner if runner.runs_ahead else None
     if start.followers is not None:
-        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, size.checkpoints or 0, groups
-        executor = start.followers.executor(runner, *sizes)
-    return _Pool(size, runner, executor, block_bytes, draft_block_bytes)
+        from headway.engine.ranked import StagedExecutor, executor_of
+        from headway.engine.ranks import Pool
+
+        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, size.checkpoints or 0
+        executor = executor_of(runner, start.followers, Pool(*sizes, groups), config.pipeline_parallel_size)
+        ahead = executor if isinstance(executor, StagedExecutor) and executor.runs_ahead else None
+    return _Pool(size, runner, executor, ahead, block_bytes, draft_block_bytes)
 
 
 class _Stages:

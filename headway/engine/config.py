@@ -146,6 +146,12 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         bool,
         _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
     ] = False
+    bind_ranks: Annotated[
+        bool,
+        _engine(
+            "Bind each rank to physical cores, of one memory node if it can be, that no other engine's ranks have."
+        ),
+    ] = True
     rank_timeout: Annotated[
         float,
         _engine(
@@ -191,7 +197,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         bool, _engine("On a GPU, launch the kernels of a decode step one by one instead of as a CUDA graph.")
     ] = False
     async_scheduling: Annotated[
-        bool, _engine("On a GPU, plan a decode step and hand it to the GPU while the step before runs there.")
+        bool, _engine("On a GPU, or with stages, plan a decode step and submit it while the step before runs there.")
     ] = True
     nvtx: Annotated[bool, _engine("On a GPU, mark each step as an NVTX range, for Nsight Systems.")] = False
     speculative_config: Annotated[

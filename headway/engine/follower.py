@@ -52,6 +52,8 @@ def main(memory: int, bell: int, parent: int) -> int:
         return 0
     own = msgspec.msgpack.decode(assigned, type=Assignment)
     torch.set_num_threads(own.threads)
+    if own.processors:
+        os.sched_setaffinity(0, own.processors)
     board = RankBoard(memory, own.number, own.count, [bell] * own.count)
     try:
         model = _load(own, board)
@@ -106,7 +108,8 @@ def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
 def _step(runner: Follower, step: Step) -> None:
     if step.recovers:
         runner.recover_together()
-    runner.begin_together()
+    if step.begins:
+        runner.begin_together()
     for seq_id in step.forgotten:
         runner.forget(seq_id)
     for new in step.plan.new:

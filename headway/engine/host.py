@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path("/")
 
@@ -22,10 +23,42 @@ def usable_threads(root: Path = _ROOT, processors: Collection[int] | None = None
     Args:
         processors: numbers of the logical processors that this process may run on; None asks the system.
     """
-    numbers = os.sched_getaffinity(0) if processors is None else processors
-    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {_text(root / topology.format(number)) or str(number) for number in numbers}
-    return max(1, math.floor(min(len(cores), _quota(root))))
+    return max(1, math.floor(min(len(physical_cores(root, processors)), _quota(root))))
+
+
+class Core(NamedTuple):
+    """A physical core: the first of its logical processors that may be used, all of them, and its memory node."""
+
+    processor: int
+    siblings: str
+    node: str
+
+
+def physical_cores(root: Path = _ROOT, processors: Collection[int] | None = None) -> list[Core]:
+    """The physical cores that this process may use. See usable_threads()."""
+    found = dict[str, Core]()
+    for number in sorted(os.sched_getaffinity(0) if processors is None else processors):
+        folder = root / f"sys/devices/system/cpu/cpu{number}"
+        siblings = _text(folder / "topology/thread_siblings_list") or str(number)
+        found.setdefault(siblings, Core(number, siblings, next((p.name for p in folder.glob("node[0-9]*")), "")))
+    return list(found.values())
+
+
+def shared_out(cores: Collection[Core], ranks: int, threads: int) -> list[list[Core]]:
+    """The cores of each of some ranks with so many threads, of one memory node if one has as many; empty if too few.
+
+    Ranks are spread over the nodes, so that each has the most memory to itself.
+    """
+    if len(cores) < ranks * threads:
+        return []
+    nodes = [[core for core in cores if core.node == node] for node in {core.node: None for core in cores}]
+    shares = []
+    for _ in range(ranks):
+        nodes.sort(key=len, reverse=True)
+        own = [core for node in nodes for core in node][:threads]
+        nodes = [[core for core in node if core not in own] for node in nodes]
+        shares.append(own)
+    return shares
 
 
 def available_memory(root: Path = _ROOT) -> int:

@@ -73,14 +73,14 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
     model = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model)
     cache_dtype = _cache_dtype(config, model, dtype)
-    kernels = kernels_for(str(device), dtype, memory)
-    followers = _followers(config, model, device, started)
     packed, asked_len = model.packed, _asked_model_len(config, model)
     config = replace(config, quantization=rounds_to(config.quantization, packed))
     scheme = config.quantization if packed is None else packed.scheme
     sinks = config.sinks(model.shape.max_positions, asked_len)
     if sinks is not None:
         model = model.with_attention_sinks(sinks)
+    followers = _followers(config, model, device, started)  # which may bind this thread, and so those of kernels
+    kernels = kernels_for(str(device), dtype, memory)
     return Prepared(config, device, folder, model, dtype, cache_dtype, scheme, asked_len, sinks, kernels, followers)
 
 

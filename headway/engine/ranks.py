@@ -11,26 +11,24 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 
 import msgspec
 import torch
 
 from headway.engine.config import EngineConfig
-from headway.engine.executor import EngineFault, StepOutcome
+from headway.engine.executor import EngineFault
+from headway.engine.host import Core, physical_cores, shared_out, usable_threads
 from headway.engine.memory import Groups, bytes_per_block
-from headway.engine.runner import Runner
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import MOST_RANKS, RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
-from headway.kernels.interface import Kernels, KernelTime
+from headway.kernels.interface import Kernels
 from headway.kernels.ranks import Share
 from headway.models.config import ModelConfig, ModelError
 from headway.models.sharding import part_of
@@ -51,6 +49,7 @@ class Assignment(msgspec.Struct, array_like=True):
 
     Args:
         threads: that it may use.
+        processors: that it is bound to; empty for none.
         max_model_len: see load_model().
     """
 
@@ -58,6 +57,7 @@ class Assignment(msgspec.Struct, array_like=True):
     number: int
     count: int
     threads: int
+    processors: list[int]
     max_model_len: int
 
 
@@ -76,13 +76,15 @@ class Step(msgspec.Struct, array_like=True, tag=True):
     """A plan to run.
 
     Args:
+        begins: it is a step, or the first micro-batch of one; the others go on with it.
         forgotten: sequences that have finished or were preempted before it.
         recovers: the step before it has failed.
     """
 
     plan: StepPlan
-    forgotten: list[int]
-    recovers: bool
+    begins: bool = False
+    forgotten: list[int] = []
+    recovers: bool = False
 
 
 ToRank = Pool | Step
@@ -99,6 +101,8 @@ class Followers:
 
     Attributes:
         fault: why steps cannot be run any more; empty while they can.
+        processors: those that each rank is bound to; empty where they are bound to none. Rank 0 is this thread, and
+            those that it starts from now on.
         serves: the engine has started, so that a rank must end its part of a step within the limit.
 
     Raises:
@@ -122,6 +126,7 @@ class Followers:
         self._descriptors = [memory, *self._bells]
         self.board = RankBoard(memory, 0, self.count, self._bells)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._claims: list[socket.socket] = []
         self._failed_start: OSError | None = None
         started = threading.Event()
         threading.Thread(target=self._watch, args=(memory, started), daemon=True, name="headway-ranks").start()
@@ -129,11 +134,30 @@ class Followers:
         if self._failed_start is not None:
             self.end()
             raise self._failed_start
+        self.processors = self._claim_cores() if config.bind_ranks else []
+        if self.processors:
+            os.sched_setaffinity(0, self.processors[0])
+
+    def _claim_cores(self) -> list[list[int]]:
+        """The processors of each rank, whose cores no other engine has claimed for its ranks; empty if too few.
+
+        And where a quota allows less than all cores: others that have one may be bound to the same, and all see them.
+        """
+        cores = physical_cores()
+        if usable_threads() < len(cores):
+            return []
+        claims = {core: claim for core in cores if (claim := _claim(core)) is not None}
+        shares = shared_out(claims, self.count, torch.get_num_threads())
+        self._claims = [claims.pop(core) for share in shares for core in share]
+        for claim in claims.values():
+            claim.close()
+        return [[core.processor for core in share] for share in shares]
 
     def assign(self, max_model_len: int) -> None:
         """Have the other ranks load their parts. See load_model()."""
         for number, process in enumerate(self._processes, 1):
-            assignment = Assignment(self._config, number, self.count, torch.get_num_threads(), max_model_len)
+            bound = self.processors[number] if self.processors else []
+            assignment = Assignment(self._config, number, self.count, torch.get_num_threads(), bound, max_model_len)
             with contextlib.suppress(OSError):  # the watching thread says that it has died
                 assert process.stdin is not None
                 process.stdin.write(_encoder.encode(assignment))
@@ -148,32 +172,21 @@ class Followers:
         """Bytes of a block of the KV cache in all ranks. See bytes_per_block()."""
         return sum(bytes_per_block(part.caches, self._config.block_size, dtype, groups) for part in self._parts)
 
-    def executor(
-        self,
-        runner: Runner,
-        num_blocks: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        host_blocks: int,
-        checkpoints: int,
-        groups: Sequence[Sequence[tuple[int, ...]]],
-    ) -> RankedExecutor:
-        """The executor of this process's runner and all others, which have loaded then. See Runner.
+    def allocate(self, pool: Pool) -> None:
+        """Have the other ranks allocate their parts of the KV pool, which have loaded then.
 
         Raises:
             ValueError: another rank could not load its part, or is gone.
         """
-        sizes = num_blocks, max_num_seqs, max_model_len, host_blocks, checkpoints
         try:
-            self.send(Pool(*sizes, [[*group] for group in groups]))
+            self.send(pool)
             self.board.await_done(self._wait)
             self.check()
         except RuntimeError as fault:
             raise ValueError(f"{fault}, while it loaded its part of the model") from fault
-        return RankedExecutor(runner, self)
 
     def send(self, message: Pool | Step) -> None:
-        """Have the other ranks do something. Raises EngineFault where one is gone."""
+        """Have the other ranks do something, up to MOST_AHEAD steps ahead. Raises EngineFault where one is gone."""
         self.board.send(_encoder.encode(message), self._wait)
 
     def check(self) -> None:
@@ -208,6 +221,8 @@ class Followers:
                     process.stdin.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
+        for claim in self._claims:
+            claim.close()
 
     # --- the thread ---------------------------------------------------------------------------------
 
@@ -241,6 +256,17 @@ class Followers:
     def _give_up(self, why: str) -> None:
         self.fault = why
         self.board.stop()
+
+
+def _claim(core: Core) -> socket.socket | None:
+    """A name of the core that nobody else on this machine has while it is open; None where somebody has it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0headway-core-{core.siblings}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 class _Progress:
@@ -286,64 +312,3 @@ def _how(code: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(-code).name
     return f"signal {-code}"
-
-
-class RankedExecutor:
-    """An Executor that runs plans with this process's part of the model, while the other ranks run them with theirs.
-
-    Args:
-        runner: of this process.
-    """
-
-    def __init__(self, runner: Runner, followers: Followers) -> None:
-        self._runner, self._followers = runner, followers
-        self._forgotten: list[int] = []
-        self._recovers = False
-        weakref.finalize(self, followers.end)
-
-    @property
-    def vocab_size(self) -> int:
-        """See Executor."""
-        return self._runner.vocab_size
-
-    @property
-    def generates(self) -> bool:
-        """See Executor."""
-        return self._runner.generates
-
-    def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
-        """See Executor."""
-        return self._runner.prepare(grammar, eos_token_ids)
-
-    def look(self) -> None:
-        """See Executor."""
-        if self._followers.fault:
-            raise EngineFault(self._followers.fault)
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        """Run a step in all ranks. A step that fails here is ended in all before it raises."""
-        self.look()
-        self._followers.send(Step(plan, self._forgotten, self._recovers))
-        self._forgotten, self._recovers = [], False
-        self._runner.begin_together()
-        try:
-            outcome = self._runner.run(plan)
-            self._followers.check()
-            return outcome
-        except BaseException:
-            self._followers.settle()
-            raise
-
-    def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Executor; those of this process."""
-        return self._runner.timed(wanted)
-
-    def forget(self, seq_id: int) -> None:
-        """See Executor."""
-        self._runner.forget(seq_id)
-        self._forgotten.append(seq_id)
-
-    def recover(self) -> None:
-        """See Executor."""
-        self._runner.recover_together()
-        self._recovers = True

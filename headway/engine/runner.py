@@ -101,7 +101,7 @@ class Runner:
             self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
         slots = max_num_seqs, checkpoints, draft_states
-        self._states = StateSlots(*slots, device) if config.shape.recurrent else None
+        self._states = StateSlots(*slots, device) if config.shape.state is not None else None
         self._takes_drafts = self._states is None or draft_states > 0
         self.sampler = Sampler(config.shape.vocab, device, kernels.draw, kernels.forbid)
         self.layout = StepLayout(device, block_size, max_num_seqs, max_model_len, shares, num_blocks)

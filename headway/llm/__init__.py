@@ -66,7 +66,8 @@ class LLM:
         model: folder or hub id of a checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
         engine_args: fields of EngineConfig, as dtype, max_model_len, load_format. Nobody reads a batch while it
-            runs, so prompts are computed as fast as possible unless max_prefill_stall_ms is given.
+            runs, so prompts are computed as fast as possible unless max_prefill_stall_ms is given. Ranks are not bound
+            to cores unless bind_ranks is given, as that binds the calling thread.
 
     Raises:
         ValueError: the model or a setting cannot be used; one line that says why.
@@ -80,7 +81,8 @@ class LLM:
 
         _check_process()
         self._front = Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
-        engine_args = {"max_prefill_stall_ms": math.inf, "scheduling_policy": "fcfs", **engine_args}
+        own: dict[str, Any] = {"max_prefill_stall_ms": math.inf, "scheduling_policy": "fcfs", "bind_ranks": False}
+        engine_args = own | engine_args
         _process = os.getpid()
         self.engine = start_engine(EngineConfig(model=str(self._front.folder), **engine_args))
         self._batch = Batch(self.engine.core)

@@ -21,9 +21,13 @@ def test_the_speed_is_that_of_neighbours_in_time() -> None:
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(ranks.SHAPES, "qwen2.5-0.5b", TINY_LLAMA)
     output = tmp_path / "ranks.json"
-    points = ["--points", "decode:2", "prefill:32"]
+    points = ["--ranks", "1", "--stages", "2", "--points", "decode:2", "prefill:32"]
     ranks.main(["--rounds", "2", "--budget", "0.05", "--context", "32", *points, "--output", str(output)])
     assert "decode:2" in capsys.readouterr().out
     found = json.loads(output.read_text())
-    assert len(found["rounds"]["prefill:32"]) == 2 and found["settings"]["ranks"] == 2
-    assert all(row["speed"] > 0 for row in found["rows"].values())
+    assert len(found["rounds"]["prefill:32"]) == 2 and found["settings"]["stages"] == 2
+    assert all(row["speed"] > 0 and row["in_turn"] > 0 for row in found["rows"].values())
+    assert all(
+        0 <= row["bubbles"] <= 0.5 and row["ranks_waits"] > row["one_waits"] == 0 for row in found["rows"].values()
+    )
+    assert all(row[f"{name}_products"] > 0 for row in found["rows"].values() for name in ("one", "ranks"))

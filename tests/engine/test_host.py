@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.engine.host import available_memory, total_memory, usable_threads
+from headway.engine.host import Core, available_memory, physical_cores, shared_out, total_memory, usable_threads
 
 GIB = 2**30
 
@@ -31,6 +31,28 @@ def test_one_thread_for_each_physical_core(tmp_path: Path) -> None:
     assert usable_threads(tmp_path, range(8)) == 8
     assert usable_threads(tmp_path, [2, 10]) == 1, "both of one core"
     assert usable_threads(tmp_path, [2, 3, 11]) == 2
+
+
+def cores(node: str, numbers: range) -> list[Core]:
+    return [Core(number, str(number), node) for number in numbers]
+
+
+def test_ranks_are_spread_over_memory_nodes(tmp_path: Path) -> None:
+    """Each has cores of one node as long as one has enough of them, and the first logical processor of each core."""
+    nodes = {f"sys/devices/system/cpu/cpu{n}/node{n % 8 // 4}/cpulist": "" for n in range(16)}
+    found = physical_cores(write(tmp_path, two_way(8) | nodes), range(16))
+    assert found[3:5] == [Core(3, "3,11", "node0"), Core(4, "4,12", "node1")] and len(found) == 8
+    ranks = shared_out(found, 2, 3)
+    assert [[core.processor for core in rank] for rank in ranks] == [[0, 1, 2], [4, 5, 6]]
+    assert [len({core.node for core in rank}) for rank in shared_out(found, 4, 2)] == [1] * 4
+    everything = [core for rank in shared_out(found, 2, 4) for core in rank]
+    assert sorted(everything) == sorted(found)
+
+
+def test_ranks_that_fit_no_node_have_cores_of_several_and_too_many_have_none() -> None:
+    uneven = [*cores("a", range(3)), *cores("b", range(3, 8))]
+    assert [[core.processor for core in rank] for rank in shared_out(uneven, 2, 4)] == [[3, 4, 5, 6], [0, 1, 2, 7]]
+    assert shared_out(uneven, 3, 3) == []
 
 
 def test_without_a_topology_every_processor_is_a_core(tmp_path: Path) -> None:

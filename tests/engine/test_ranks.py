@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ import pytest
 from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
+from headway.engine.host import Core
 from headway.engine.messages import AddRequest, SequenceOutput
-from headway.engine.ranks import RankedExecutor
+from headway.engine.ranked import RankedExecutor, StagedExecutor
+from headway.engine.ranks import _claim
+from headway.policy.step.micro_batches import divided
 from headway.policy.step.plan import ScheduledSequence, StepPlan
+from headway.policy.step.step_time import StepWork
 from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.grammar_models import save_grammar_model
 from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_LATENT, TINY_MIXTURE, TINY_OLMO
@@ -33,6 +38,7 @@ PROMPTS = [[(7 * i + 3 * j) % 250 + 5 for j in range(9 + 5 * i)] for i in range(
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "deep": {"num_hidden_layers": 4},
     "mixture": TINY_MIXTURE,
     "gemma": TINY_GEMMA,
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
@@ -104,7 +110,11 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[float]:
         (2, "delta", {}),
         (1, "gemma", STAGES),
         pytest.param(2, "llama", STAGES | {"num_threads": 4}, marks=pytest.mark.slow),
-        *(pytest.param(4, family, {}, marks=pytest.mark.slow) for family in FAMILIES if family != "delta"),
+        *(
+            pytest.param(4, family, {}, marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family not in ("delta", "deep")
+        ),
     ],
 )
 def test_tokens_and_log_probabilities_are_those_of_one_rank(
@@ -116,6 +126,89 @@ def test_tokens_and_log_probabilities_are_those_of_one_rank(
     assert tokens_of(found) == tokens_of(expected)
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=TOLERANCE)
     assert len({tuple(tokens) for tokens in tokens_of(expected)}) > 8, "it says the same to everything"
+
+
+class _InParts:
+    """Divides each step into four, as far as it has so many tokens."""
+
+    def __init__(self) -> None:
+        self.most = self.followed = 0
+
+    def divide(self, plan: StepPlan, is_followed: bool = False) -> list[StepPlan]:
+        """See MicroBatches."""
+        parts = divided(plan, 4)
+        self.most = max(self.most, len(parts))
+        return parts
+
+    def observe(self, work: StepWork, count: int, turns: int, duration_ns: int) -> None:
+        """See MicroBatches. Count the steps that stages began while they worked on the one before."""
+        self.followed += count > 1 and turns == count
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], _InParts]:
+    """Has an engine of stages divide its steps."""
+    monkeypatch.setattr("headway.policy.step.micro_batches.ROWS", 3)
+
+    def divide(llm: LLM) -> _InParts:
+        executor, divides = llm.engine.core.executor, _InParts()
+        assert isinstance(executor, StagedExecutor)
+        monkeypatch.setattr(executor, "micro_batches", divides)
+        return divides
+
+    return divide
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"), [("gemma", 2), ("delta", 2), pytest.param("deep", 4, marks=pytest.mark.slow)]
+)
+def test_micro_batches_change_nothing(
+    build: Build, in_parts: Callable[[LLM], _InParts], family: str, stages: int
+) -> None:
+    """Prompts are cut in them, with their log-probabilities or the states that are kept; draws and grammars go on."""
+    llm = build(1, family, pipeline_parallel_size=stages, num_threads=stages)
+    divides = in_parts(llm)
+    grammar = {"structured_outputs": {"regex": "[0-9]{3}(-[a-f]{4})+"}, "temperature": 1.0, "seed": 3}
+    texts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    wanted: list[dict[str, Any]] = [
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 1.0, "seed": 1},
+        grammar | {"ignore_eos": False},
+    ]
+    for each in wanted:
+        expected, found = ask(build(1, family), **each), ask(llm, **each)
+        assert tokens_of(found) == tokens_of(expected) and logprobs_of(found) == logprobs_of(expected)
+    assert divides.most == 4 and (divides.followed > 10) is (family != "delta")
+    vectors = ([each.outputs.embedding for each in engine.embed(texts)] for engine in (llm, build(1, family)))
+    assert next(vectors) == next(vectors)
+
+
+def test_sequences_end_while_stages_work_on_their_next_step(build: Build, in_parts: Callable[[LLM], _InParts]) -> None:
+    """By a token, by their length, by an abort, and all of them at once; nothing of them is left."""
+    one, llm = build(1, "gemma"), build(1, "gemma", **STAGES)
+    answers = tokens_of(ask(one))
+    stops = [answer[7 + n % 5] for n, answer in enumerate(answers)]
+    divides = in_parts(llm)
+    for ends in ({"stop_token_ids": stops}, {"max_tokens": 9}):
+        assert tokens_of(ask(llm, **ends)) == tokens_of(ask(one, **ends))
+    together = ask(llm, PROMPTS[:1] * 16, stop_token_ids=[answers[0][8]])
+    assert tokens_of(together) == [answers[0][: answers[0].index(answers[0][8]) + 1]] * 16
+    core, found = llm.engine.core, dict[str, list[int]]()
+    for number, prompt in enumerate(PROMPTS):
+        core.add(AddRequest(str(number), prompt, SamplingParams(**GREEDY), []))
+    while core.has_work:
+        for output in core.advance():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        for number in range(0, 16, 3):
+            if len(found.get(str(number), ())) == 12:
+                core.abort(str(number))
+    assert [found[str(n)] for n in range(16)] == [
+        answer[: 12 if n % 3 == 0 else 24] for n, answer in enumerate(answers)
+    ]
+    core.scheduler.check()
+    assert divides.followed > 20
+    assert tokens_of(ask(llm)) == answers
+    assert not llm.engine.runner._known
 
 
 def test_prefixes_are_found_in_the_caches_of_all_ranks(build: Build) -> None:
@@ -162,18 +255,58 @@ def test_vectors_are_those_of_one_rank(build: Build) -> None:
         assert found.outputs.embedding == pytest.approx(expected.outputs.embedding, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize(("taken", "quota"), [(False, 2), (True, 2), (False, 1)])
+def test_ranks_are_bound_to_cores_that_no_other_engine_has(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, taken: bool, quota: int
+) -> None:
+    """In a thread, as that is bound. A claim that another engine holds cannot be had; with a quota there are none."""
+    cores = [Core(number, f"of a test, {os.getpid()} {number}", "") for number in sorted(os.sched_getaffinity(0))[:2]]
+    monkeypatch.setattr("headway.engine.ranks.physical_cores", lambda: cores)
+    monkeypatch.setattr("headway.engine.ranks.usable_threads", lambda: quota)
+    held, is_bound = [_claim(core) for core in cores[: int(taken)]], not taken and quota == 2
+
+    def bound() -> list[set[int]]:
+        options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "kv_cache_memory": 4 << 20}
+        llm = LLM(str(folders("llama")), tensor_parallel_size=2, num_threads=2, bind_ranks=True, **options)
+        found = [os.sched_getaffinity(pid) for pid in (0, *(each.pid for each in psutil.Process().children()))]
+        assert not is_bound or _claim(cores[0]) is None
+        assert isinstance(llm.engine.core.executor, RankedExecutor)
+        llm.engine.core.executor._followers.end()
+        return found
+
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(bound).result()
+    everyone = os.sched_getaffinity(0)
+    assert found[0] == ({cores[0].processor} if is_bound else everyone)
+    assert ({cores[1].processor} if is_bound else everyone) in found[1:]
+    held.append(_claim(cores[1]))
+    assert None not in held, "the claims of an engine that has ended are free"
+    for claim in held:
+        assert claim is not None
+        claim.close()
+
+
 # --- faults -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "delta"])
-def test_a_request_that_fails_in_rank_0_ends_alone(build: Build, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the others are in the middle of its step then, and have states that rank 0 does not have."""
-    llm = build(2, family)
+@pytest.mark.parametrize("family", ["llama", "delta", "gemma"])
+def test_a_request_that_fails_in_rank_0_ends_alone(
+    build: Build, family: str, in_parts: Callable[[LLM], _InParts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the others are in the middle of its step then, and have states that rank 0 does not have.
+
+    Of stages, those before may have begun with the next micro-batches, and with the next step.
+    """
+    llm, fails_after = build(2, family), 0
+    if family == "gemma":
+        llm, fails_after = build(1, family, **STAGES), 9
+        in_parts(llm)
     expected = tokens_of(ask(llm))
     forward = llm.engine.runner._forward
 
     def failing(step: Any, scheduled: Any, sequences: Any) -> Any:
-        if any(sequence.tokens[: len(PROMPTS[5])] == PROMPTS[5] for sequence in sequences):
+        prompt = PROMPTS[5]
+        if any(s.tokens[: len(prompt)] == prompt and len(s.tokens) >= len(prompt) + fails_after for s in sequences):
             raise ValueError("no")
         return forward(step, scheduled, sequences)
 

@@ -20,16 +20,18 @@ from headway.kernels.cpu.jobs import LINE, arg, job, once_per_kind
 from headway.kernels.cpu.simd import add_to, pause, read_shared, write_shared
 
 # Lines for all: whether waiting is of no use any more; how many pieces of messages there were; the bytes of the last
-# piece, and whether more follow.
-_STOPPED, _SENT, _PIECE = range(3)
+# ones, and whether more follow, each in a line of its own.
+MOST_AHEAD = 7  # pieces that are sent while a rank has not taken the one before them
+_SLOTS = MOST_AHEAD + 1
+_STOPPED, _SENT, _PIECES = range(3)
 # Lines of each rank, which begin behind these: how often it has met the others; what it has done with messages; what it
 # has handed on to the next stage and received from the one before; and the rank that it has been waiting for, plus one.
 _MET, _TAKEN, _DONE, _FAILED, _ASLEEP, HANDED_ON, RECEIVED, _AWAITS = range(8)
-_LINES_OF_ALL, _LINES_OF_RANK = 3, 8
+_LINES_OF_ALL, _LINES_OF_RANK = _PIECES + _SLOTS, 8
 MOST_RANKS = 64
 _MESSAGE_AT = (_LINES_OF_ALL + _LINES_OF_RANK * MOST_RANKS) * LINE
 _MESSAGE_BYTES = 1 << 20
-HEADER_BYTES = _MESSAGE_AT + _MESSAGE_BYTES
+HEADER_BYTES = _MESSAGE_AT + _SLOTS * _MESSAGE_BYTES
 # A rank looks for some microseconds, then lets others have the core while it looks on for a few milliseconds.
 _LOOKS, _YIELDING_LOOKS = 1000, 6000
 _SLEEP_MS = 500  # after which a rank looks whether rank 0 is still there
@@ -182,14 +184,14 @@ class RankBoard:
         """Give a message to all other ranks.
 
         Args:
-            wait: is called while a rank has not taken the last one; it may raise.
+            wait: is called while a rank has more than MOST_AHEAD pieces before it; it may raise.
         """
         for at in range(0, len(message), _MESSAGE_BYTES):
-            self.await_all(_TAKEN, wait)
+            self.await_all(_TAKEN, self._sent - MOST_AHEAD, wait)
+            line, start = _slot(self._sent)
             piece = message[at : at + _MESSAGE_BYTES]
-            self._bytes[_MESSAGE_AT : _MESSAGE_AT + len(piece)] = np.frombuffer(piece, np.uint8)
-            self._words[_PIECE * LINE // 8] = len(piece)
-            self._words[_PIECE * LINE // 8 + 1] = at + len(piece) < len(message)
+            self._bytes[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+            self._words[line : line + 2] = len(piece), at + len(piece) < len(message)
             self._sent += 1
             self._add_to(self.address + _SENT * LINE, 1)
             for rank in range(1, self.count):
@@ -198,14 +200,14 @@ class RankBoard:
 
     def await_done(self, wait: Callable[[], None]) -> None:
         """Wait until all other ranks have done what all messages asked for."""
-        self.await_all(_DONE, wait)
+        self.await_all(_DONE, self._sent, wait)
 
-    def await_all(self, what: int, wait: Callable[[], None]) -> None:
+    def await_all(self, what: int, least: int, wait: Callable[[], None]) -> None:
         for rank in range(1, self.count):
             line = _line(rank, what)
-            while self._word(line) < self._sent:
-                self._look_at(self.address + line * LINE, self._sent, self.address)
-                if self._word(line) < self._sent:
+            while self._word(line) < least:
+                self._look_at(self.address + line * LINE, least, self.address)
+                if self._word(line) < least:
                     self._set(_line(0, _AWAITS), rank + 1)
                     wait()
             self._set(_line(0, _AWAITS), 0)
@@ -218,8 +220,9 @@ class RankBoard:
         while True:
             if not self._await_piece(is_alone):
                 return b""
-            size, more = self._words[_PIECE * LINE // 8], self._words[_PIECE * LINE // 8 + 1]
-            pieces.append(self._bytes[_MESSAGE_AT : _MESSAGE_AT + int(size)].tobytes())
+            line, start = _slot(self._taken)
+            size, more = self._words[line : line + 2]
+            pieces.append(self._bytes[start : start + int(size)].tobytes())
             self._taken += 1
             if more:  # each piece counts as a message that is done
                 self._count(_DONE)
@@ -260,6 +263,12 @@ class RankBoard:
 
     def _set(self, line: int, value: int) -> None:
         self._words[line * LINE // 8] = value
+
+
+def _slot(number: int) -> tuple[int, int]:
+    """The word with the bytes of a piece, behind which it says whether more follow; and where the piece begins."""
+    slot = number % _SLOTS
+    return (_PIECES + slot) * LINE // 8, _MESSAGE_AT + slot * _MESSAGE_BYTES
 
 
 def _line(rank: int, what: int) -> int:
