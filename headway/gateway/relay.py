@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -58,16 +57,16 @@ class Relay:
 
     def follow(self, attempt: Attempt, writer: EventWriter) -> None:
         """Pass on what comes of an attempt."""
-        attempt.done.add_done_callback(partial(self._ended, writer))
-        attempt.attach(writer)
+        attempt.attach(writer, partial(self._ended, writer))
 
-    def _ended(self, writer: EventWriter, done: asyncio.Future[UpstreamFailed | None]) -> None:
+    def _ended(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
         goes_on = False
-        if not done.cancelled():
+        try:
             with contextlib.suppress(SlowReader):  # the connection is being cut
-                goes_on = self._finish(writer, done.result())
-        if not goes_on:
-            writer.close()
+                goes_on = self._finish(writer, failure)
+        finally:
+            if not goes_on:
+                writer.close()
 
 
 def _drop(scope: Scope, reason: str) -> None:
