@@ -42,6 +42,7 @@ class Relay:
     ) -> None:
         self._headers = [*HEADERS, *headers]
         self._attempt, self._settings, self._finish, self._done = attempt, settings, finish, done
+        self._has_ended_well = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
@@ -53,6 +54,8 @@ class Relay:
         except SlowReader as error:
             _drop(scope, str(error))
         finally:
+            if self._has_ended_well:
+                self._finish(writer, None)
             self._done()
 
     def follow(self, attempt: Attempt, writer: EventWriter) -> None:
@@ -60,6 +63,9 @@ class Relay:
         attempt.attach(writer, partial(self._ended, writer))
 
     def _ended(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
+        if failure is None:  # nothing is added to it, so the client has its end before it is counted
+            self._has_ended_well = True
+            return writer.close()
         goes_on = False
         try:
             with contextlib.suppress(SlowReader):  # the connection is being cut
