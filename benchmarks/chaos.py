@@ -189,6 +189,8 @@ def place() -> Iterator[Place]:
         if folder.exists():
             (folder / "hosts").unlink(missing_ok=True)
             folder.rmdir()
+            with contextlib.suppress(OSError):  # others use it
+                folder.parent.rmdir()
 
 
 Change = Callable[[Place, Backend], None]
