@@ -113,7 +113,7 @@ class Attempt:
     def move(self) -> None:
         """Fail, so that the request goes to another backend; nothing has come of its answer."""
         if not self.ready.done():
-            self.give_up(UpstreamFailed("timeout", "it does not answer whether it is well"))
+            self.give_up(UpstreamFailed("down", "it does not answer whether it is well"))
 
     def give_up(self, failure: UpstreamFailed) -> None:
         """End the attempt as one that has failed in this way, if it has not ended."""
