@@ -107,7 +107,7 @@ class Proxy:
 
 
 def proxies(litellm: str, old: Path | None) -> dict[str, Proxy]:
-    """Those that are measured, by name: LiteLLM's with its program, and the gateway of another checkout."""
+    """What is measured, by name: LiteLLM's proxy with its program, and the gateway of another checkout."""
     found = {GATEWAY: Proxy(_GATEWAY_FILE, HEADWAY)}
     if old is not None:
         found[OLD] = Proxy(_GATEWAY_FILE, HEADWAY, {"PYTHONPATH": str(old.resolve())})

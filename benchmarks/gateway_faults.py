@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, about, own_file, save
-from benchmarks.virtual_backends import FAULTS, TOKENS, Backend, Episodes, Violation, VirtualLoop
+from benchmarks.virtual_backends import FAULTS, TOKENS, Backend, Episodes, Timeless, Violation, VirtualLoop
 from headway.bench.client.load import collector_off
 from headway.config_files.gateway import parse_gateway_file
 from headway.gateway.app import create_gateway_app
@@ -45,7 +45,7 @@ from headway.server.edge.connection import ARRIVED
 from headway.server.edge.streaming import WHEN_GONE
 
 BACKENDS, REQUESTS, RATE = 6, 10_000, 120.0  # of a world; requests per second
-EVERY_S, LASTS_S = 60.0, 12.0  # mean time between two faults of a backend, and of one
+EVERY_S, LASTS_S = 30.0, 12.0  # mean time between two faults of a backend, and of one
 LEAVE, LEAVE_S = 0.05, 0.1  # the share of clients that go away, and within how many seconds
 # None of the timeouts adds up to more, with two retries.
 MOST_S = 60.0
@@ -87,7 +87,7 @@ class World:
         self._moves = 0
 
     async def run(self) -> None:
-        """Until the last request has ended. Raises Violation."""
+        """Go on until the last request has ended. Raises Violation."""
         routing = self.rng.choice(
             ("slack=2,prefix-hits,least-loaded", "least-loaded", "round-robin", "predicted-ttft,least-loaded")
         )
@@ -246,7 +246,7 @@ def live(seed: int, requests: int = REQUESTS) -> World:
 def _found(seed: int) -> tuple[float, Counter[str], Episodes, float]:
     with collector_off():
         world = live(seed)
-    return world.loop.time(), world.ended, world.episodes, world.took_s
+    return world.loop.time() - Timeless.now_s, world.ended, world.episodes, world.took_s
 
 
 def campaign(requests: int, first_seed: int, processes: int) -> dict[str, Any]:
