@@ -1,12 +1,14 @@
-"""What `headway gateway` adds to a request, beside nginx and beside no proxy at all.
+"""What `headway gateway` adds to a request, beside other proxies and beside no proxy at all.
 
-    python -m benchmarks.gateway [--rate 500] [--seconds 10] [--rounds 3] [--streams 400]
+    python -m benchmarks.gateway [--rate 500] [--seconds 10] [--rounds 3] [--streams 400] [--litellm PROGRAM]
 
 The backend costs next to nothing (`trivial_server`) and has a core together with the client; each proxy has the other.
 In each round every contestant gets the same requests, one contestant after the other:
 
 * `rate`: answers of one token, Poisson arrivals at --rate. What a proxy adds is its percentile less that without one.
-* `streams`: --streams answers at a time, 20 tokens a second each, through the gateway and nginx.
+* `streams`: --streams answers at a time, 20 tokens a second each, through the proxies.
+* With --litellm, whose PROGRAM is that of LiteLLM's proxy (`litellm`), the same of all contestants at --slow-rate and
+  with --slow-streams: more is too much for one core of LiteLLM.
 
 How much a proxy can do on one core is what it did for each second of processor time that it used. nginx is
 left out where there is none. The result goes to benchmarks/results/gateway.json (--output).
@@ -21,11 +23,12 @@ import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +38,14 @@ import psutil
 from benchmarks.bench_client import GAP_MS, load, poisson, trivial_server
 from benchmarks.machine import RESULTS, about, own_file, save
 from benchmarks.processes import environment
+from benchmarks.servers import free_port
 from headway.load.request import PlannedRequest, Prompt
 
 # A contestant that others keep from its core for more of the time falls behind, however little each request costs.
 MOST_WAITED = 0.05
-DIRECT, GATEWAY, NGINX = "direct", "headway", "nginx"
+WARM_UP_RATE = 20.0
+START_S = 300.0  # LiteLLM's proxy takes 10 s of processor time
+DIRECT, GATEWAY, OLD, NGINX, LITELLM = "direct", "headway", "headway before", "nginx", "litellm"
 _GATEWAY_FILE = """
 [[backend]]
 name = "trivial"
@@ -56,7 +62,7 @@ http {{
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
   upstream backend {{ server {address}; keepalive 512; keepalive_requests 1000000; }}
   server {{
-    listen 127.0.0.1:{port}; keepalive_requests 1000000;
+    listen {host}:{port}; keepalive_requests 1000000;
     location / {{
       proxy_pass http://backend; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
     }}
@@ -65,54 +71,94 @@ http {{
 """
 
 
+_LITELLM_FILE = """
+model_list:
+  - model_name: trivial
+    litellm_params: {{model: text-completion-openai/trivial, api_base: "{url}/v1", api_key: none}}
+litellm_settings: {{telemetry: false}}
+"""
+_LITELLM_VARIABLES = {
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_MODE": "PRODUCTION",
+}
+
+
+_HEADWAY = "-m headway gateway {file} --host={host} --port={port} --log-level=warning"
+HEADWAY = (sys.executable, "-P", *_HEADWAY.split())  # as of Proxy
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """How a proxy is started.
+
+    Args:
+        file: what its file says, by `url` or `address` of the backend, `host`, `port` and `folder`.
+        command: the same of its command line, with the `file`.
+        variables: of its environment.
+        host: the address on which it listens.
+    """
+
+    file: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+
+
+def proxies(litellm: str, old: Path | None) -> dict[str, Proxy]:
+    """What is measured, by name: LiteLLM's proxy with its program, and the gateway of another checkout."""
+    found = {GATEWAY: Proxy(_GATEWAY_FILE, HEADWAY)}
+    if old is not None:
+        found[OLD] = Proxy(_GATEWAY_FILE, HEADWAY, {"PYTHONPATH": str(old.resolve())})
+    if shutil.which(NGINX):
+        found[NGINX] = Proxy(_NGINX_FILE, (NGINX, "-p", "{folder}", "-c", "{file}"))
+    if litellm:
+        command = (litellm, "--config={file}", "--host={host}", "--port={port}", "--num_workers=1")
+        found[LITELLM] = Proxy(_LITELLM_FILE, command, _LITELLM_VARIABLES)
+    return found
+
+
 @contextlib.contextmanager
-def proxy(kind: str, backend: str, core: int) -> Iterator[tuple[str, psutil.Process | None]]:
-    """The URL of a proxy in front of the backend, on that core, and its process; of none for DIRECT."""
-    if kind == DIRECT:
-        yield backend, None
-        return
-    port = _free_port()
+def running(proxy: Proxy, backend: str = "", cores: Collection[int] = ()) -> Iterator[tuple[str, psutil.Process]]:
+    """The URL of a proxy in front of the backend, and its process, which has these cores, or any."""
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="gateway-") as folder:
-        file = Path(folder) / "config"
-        if kind == GATEWAY:
-            file.write_text(_GATEWAY_FILE.format(url=backend))
-            command = [sys.executable, "-m", "headway", "gateway", str(file), "--host=127.0.0.1", f"--port={port}"]
-            command.append("--log-level=warning")
-        else:
-            address = backend.removeprefix("http://")
-            file.write_text(_NGINX_FILE.format(folder=folder, address=address, port=port))
-            command = ["nginx", "-p", folder, "-c", str(file)]
+        file = Path(folder) / "config.yaml"
+        known = {"folder": folder, "host": proxy.host, "port": port, "url": backend}
+        known["address"] = backend.removeprefix("http://")
+        file.write_text(proxy.file.format(**known))
+        command = [each.format(file=file, **known) for each in proxy.command]
         with (Path(folder) / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            variables = {**environment(), **proxy.variables}
+            pin = partial(os.sched_setaffinity, 0, cores or os.sched_getaffinity(0))
+            process = psutil.Popen(command, stdout=log, stderr=log, env=variables, preexec_fn=pin)
             try:
-                os.sched_setaffinity(process.pid, {core})
-                _await(port, process, Path(folder) / "log")
-                yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+                _await(proxy.host, port, process, Path(folder) / "log")
+                yield f"http://{proxy.host}:{port}", process
             finally:
                 process.send_signal(signal.SIGTERM)
                 process.wait(30)
 
 
-def _free_port() -> int:
-
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port: int = trial.getsockname()[1]
-        return port
-
-
-def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 30
+def _await(host: str, port: int, process: psutil.Popen, log: Path) -> None:
+    until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return
         time.sleep(0.1)
     raise SystemExit(f"the proxy did not start:\n{log.read_text()}")
 
 
-def measure(kind: str, requests: list[PlannedRequest], gap_ms: int, cores: tuple[int, int]) -> dict[str, float]:
-    """One run through one contestant. Times are milliseconds, rates are for each second of its processor time."""
-    with trivial_server(gap_ms, cores[0]) as backend, proxy(kind, backend, cores[1]) as (url, process):
+def measure(
+    proxy: Proxy | None, requests: list[PlannedRequest], gap_ms: int, cores: tuple[int, int]
+) -> dict[str, float]:
+    """One run through one proxy, or none. Times are milliseconds, rates are for each second of its processor time."""
+    with contextlib.ExitStack() as stack:
+        url, process = stack.enter_context(trivial_server(gap_ms, cores[0])), None
+        if proxy is not None:
+            url, process = stack.enter_context(running(proxy, url, cores[1:]))
+        load("headway", url, poisson(WARM_UP_RATE, 1.0, 1))
         began, waited, at = _seconds_of(process), _waited_s(process), time.monotonic()
         outcome = load("headway", url, requests)
         used, waited = _seconds_of(process) - began, (_waited_s(process) - waited) / (time.monotonic() - at)
@@ -133,8 +179,8 @@ def measure(kind: str, requests: list[PlannedRequest], gap_ms: int, cores: tuple
 def _seconds_of(process: psutil.Process | None) -> float:
     if process is None:
         return 0.0
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _waited_s(process: psutil.Process | None) -> float:
@@ -149,16 +195,20 @@ def streams(count: int, seconds: float) -> list[PlannedRequest]:
 
 def run(arguments: argparse.Namespace, cores: tuple[int, int]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over the rounds, by load and contestant."""
-    proxies = [GATEWAY, NGINX] if shutil.which("nginx") else [GATEWAY]
+    seconds, known = arguments.seconds, proxies(arguments.litellm, arguments.old)
+    quick = [name for name in known if name != LITELLM]
     loads = {
-        "rate": (poisson(arguments.rate, arguments.seconds, 1), 0, [DIRECT, *proxies]),
-        "streams": (streams(arguments.streams, arguments.seconds), GAP_MS, proxies),
+        "rate": (poisson(arguments.rate, seconds, 1), 0, [DIRECT, *quick]),
+        "streams": (streams(arguments.streams, seconds), GAP_MS, quick),
     }
+    if arguments.litellm:
+        loads["slow rate"] = poisson(arguments.slow_rate, seconds, 1), 0, [DIRECT, *known]
+        loads["slow streams"] = streams(arguments.slow_streams, seconds), GAP_MS, [*known]
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in loads}
     for _ in range(arguments.rounds):
         for name, (requests, gap_ms, kinds) in loads.items():
             for kind in kinds:
-                found[name].setdefault(kind, []).append(measure(kind, requests, gap_ms, cores))
+                found[name].setdefault(kind, []).append(measure(known.get(kind), requests, gap_ms, cores))
     return {
         name: {
             kind: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
@@ -169,24 +219,22 @@ def run(arguments: argparse.Namespace, cores: tuple[int, int]) -> dict[str, dict
 
 
 def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    direct = results["rate"][DIRECT]
-    print(f"direct: P50 {direct['e2e_p50_ms']:.2f} ms, P99 {direct['e2e_p99_ms']:.2f} ms")
-    for kind, of_kind in results["rate"].items():
-        if kind != DIRECT:
-            added = [of_kind[key] - direct[key] for key in ("e2e_p50_ms", "e2e_p99_ms")]
-            print(
-                f"{kind}: adds {added[0]:.2f} ms at P50, {added[1]:.2f} ms at P99; "
-                f"{of_kind['requests_a_core_second']:,.0f} requests a core and second; {of_kind['failed']:.0f} failed"
-            )
-    for kind, of_kind in results["streams"].items():
-        print(
-            f"{kind}: {of_kind['chunks_a_core_second']:,.0f} chunks a core and second, "
-            f"{of_kind['memory_mb']:.0f} MiB; {of_kind['failed']:.0f} failed"
-        )
-    for of_load in results.values():
-        for kind, of_kind in of_load.items():
-            if of_kind["share_waited"] > MOST_WAITED:
-                print(f"{kind} waited {of_kind['share_waited']:.0%} of the time for its core: the machine was busy")
+    for name, of_load in results.items():
+        direct = of_load.get(DIRECT)
+        if direct is not None:
+            print(f"{name}, direct: P50 {direct['e2e_p50_ms']:.2f} ms, P99 {direct['e2e_p99_ms']:.2f} ms")
+        for kind, found in of_load.items():
+            if kind == DIRECT:
+                continue
+            if direct is not None:
+                added = [found[key] - direct[key] for key in ("e2e_p50_ms", "e2e_p99_ms")]
+                said = f"adds {added[0]:.2f} ms at P50, {added[1]:.2f} ms at P99; "
+                said += f"{found['requests_a_core_second']:,.0f} requests a core and second"
+            else:
+                said = f"{found['chunks_a_core_second']:,.0f} chunks a core and second, {found['memory_mb']:.0f} MiB"
+            print(f"{name}, {kind}: {said}; {found['failed']:.0f} failed")
+            if found["share_waited"] > MOST_WAITED:
+                print(f"  it waited {found['share_waited']:.0%} of the time for its core: the machine was busy")
 
 
 def main() -> None:
@@ -195,6 +243,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=400, help="at a time")
+    parser.add_argument("--litellm", default="", metavar="PROGRAM", help="measure LiteLLM's proxy, too")
+    parser.add_argument("--old", type=Path, metavar="CHECKOUT", help="measure the gateway of another checkout, too")
+    parser.add_argument("--slow-rate", type=float, default=10.0, help="requests per second, beside LiteLLM's proxy")
+    parser.add_argument("--slow-streams", type=int, default=10, help="at a time, beside LiteLLM's proxy")
     parser.add_argument("--output", type=Path, default=RESULTS / "gateway.json")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -203,7 +255,7 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[0]})
     results = run(arguments, (cores[0], cores[1]))
     show(results)
-    settings: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key != "output"}
+    settings: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key not in ("output", "old")}
     save({"machine": about(), "settings": settings, "results": results}, own_file(arguments.output))
 
 

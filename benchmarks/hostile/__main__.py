@@ -3,6 +3,7 @@
     python -m benchmarks.hostile
     python -m benchmarks.hostile --checkout ../older --output before.json      # the same against other code
     python -m benchmarks.hostile --before before.json                          # a table of both
+    python -m benchmarks.hostile --gateway --output hostile_gateway.json       # `headway gateway` in front of it
 
 A server with the bundled model is attacked on 127.0.0.1, with one kind of attack after another
 (`bodies`, `requests`, `floods`), each bounded in count and time. Meanwhile another process asks for `/health` on new
@@ -47,7 +48,7 @@ def measure(arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
             return False
         return not arguments.only or any(each in (group, *group.split()) or each in name for each in arguments.only)
 
-    with campaign(arguments.checkout.resolve()) as running:
+    with campaign(arguments.checkout.resolve(), arguments.gateway) as running:
         for row in running.run(all_attacks(), wanted):
             print(_line(row), file=sys.stderr, flush=True)
             known[row.name] = asdict(row)
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further attack is begun")
     parser.add_argument("--go-on", action="store_true", help="only attacks that are not in the file yet")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="whose server is attacked; default: this one")
+    parser.add_argument("--gateway", action="store_true", help="attack a gateway in front of the server")
     parser.add_argument("--before", type=Path, help="an earlier result, which goes into the file and the table")
     parser.add_argument("--output", type=Path, default=RESULTS / "hostile.json")
     arguments = parser.parse_args(argv)

@@ -26,10 +26,10 @@ def all_attacks() -> list[Attack]:
 
 
 class Campaign:
-    """Servers as attacks need them: one is kept as long as it holds."""
+    """Servers as attacks need them: one is kept as long as it holds. With `by_gateway`, a gateway in front of each."""
 
-    def __init__(self, checkout: Path, folder: Path) -> None:
-        self._checkout, self._folder = checkout, folder
+    def __init__(self, checkout: Path, folder: Path, by_gateway: bool = False) -> None:
+        self._checkout, self._folder, self._by_gateway = checkout, folder, by_gateway
         self._victim: Victim | None = None
         self._template = ""
 
@@ -37,7 +37,8 @@ class Campaign:
         if self._victim is not None and self._template != template:
             self.drop()
         if self._victim is None:
-            self._victim, self._template = Victim(template, self._checkout, self._folder), template
+            self._victim = Victim(template, self._checkout, self._folder, self._by_gateway)
+            self._template = template
         return self._victim
 
     def drop(self) -> None:
@@ -64,6 +65,8 @@ class Campaign:
             if is_lost or victim.watch.memory_mb() > victim.normal.memory_mb + _GROWN_MB:
                 self.drop()
             yield row
+        if self._by_gateway:
+            return  # how it ends, and long files, is the server's alone
         for ending in endings():
             if wanted(ending.name, "ending"):
                 yield ended(self.victim(ending.server), ending)
@@ -75,12 +78,12 @@ class Campaign:
 
 
 @contextmanager
-def campaign(checkout: Path = ROOT) -> Iterator[Campaign]:
+def campaign(checkout: Path = ROOT, by_gateway: bool = False) -> Iterator[Campaign]:
     """Raises the limit of open files, as far as it goes: thousands of connections are open at once."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 65536), most))
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        running = Campaign(checkout, Path(folder))
+        running = Campaign(checkout, Path(folder), by_gateway)
         try:
             yield running
         finally:

@@ -27,7 +27,8 @@ NORMAL_S = 1.5
 _READY_S = 90.0
 _ANSWERS_S = 5.0  # in which a server has to answer after an attack
 READ_TIMEOUT_S = 2
-FLAGS = ("--threads", "1", "--kv-cache-memory", "256M", "--request-read-timeout", str(READ_TIMEOUT_S))
+_PATIENCE = ("--request-read-timeout", str(READ_TIMEOUT_S))
+FLAGS = ("--threads", "1", "--kv-cache-memory", "256M", *_PATIENCE)
 
 
 @dataclass
@@ -64,24 +65,23 @@ class Victim:
     Args:
         template: a name in TEMPLATES, or PLAIN.
         checkout: whose server it is.
+        by_gateway: what is attacked and watched is a gateway in front of it.
     """
 
-    def __init__(self, template: str, checkout: Path, folder: Path) -> None:
-        self.port = free_port()
-        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--data-dir", str(folder / f"data-{self.port}")]
+    def __init__(self, template: str, checkout: Path, folder: Path, by_gateway: bool = False) -> None:
+        port = self.port = free_port()
+        flags = ["--data-dir", str(folder / f"data-{port}"), *FLAGS]
         if template != PLAIN:
             flags += ["--chat-template", TEMPLATES[template]]
-        self.log = folder / f"server-{self.port}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "headway", "serve", *flags, *FLAGS, "--log-level", "warning"],
-                env=environment(checkout),
-                cwd=checkout,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.log = folder / f"server-{port}.log"
+        self.processes = [self._start("serve", flags, checkout)]
+        self.also: frozenset[int] = frozenset()  # what answers may be beside what is expected
+        if by_gateway:
+            file = folder / f"gateway-{port}.toml"
+            file.write_text(f'[[backend]]\nname = "a"\nurl = "http://127.0.0.1:{port}"\nbatches = true\n')
+            self.port, self.also = free_port(), frozenset({404, 429})  # it has fewer routes, and a bound of its own
+            self.processes.append(self._start("gateway", [str(file), *_PATIENCE], checkout))
+        self.process = self.processes[-1]
         until = time.monotonic() + _READY_S
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > until:
@@ -92,6 +92,19 @@ class Victim:
         began = time.monotonic()
         time.sleep(NORMAL_S)
         self.normal = self.watch.between(began, time.monotonic())
+
+    def _start(self, command: str, flags: list[str], checkout: Path) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "headway", command, *flags, "--host", "127.0.0.1", "--port", str(self.port)]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*words, "--log-level", "warning"],
+                env=environment(checkout),
+                cwd=checkout,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def answers(self) -> bool:
         """Whether /health and a completion do, within seconds."""
@@ -107,13 +120,14 @@ class Victim:
     def end(self, patience: float = 5.0) -> None:
         with suppress(AttributeError):  # it did not start
             self.watch.close()
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        for process in reversed(self.processes):
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def attacked(victim: Victim, attack: Attack, delay_ms: float = DELAY_MS) -> Row:
@@ -133,7 +147,7 @@ def attacked(victim: Victim, attack: Attack, delay_ms: float = DELAY_MS) -> Row:
     seen = victim.watch.between(began, time.monotonic())
     statuses: Counter[int] = sum((answer.statuses for answer in answers), Counter())
     unanswered = sum(not answer.statuses for answer in answers)
-    failed = [answer for answer in answers if not answer.statuses.keys() <= attack.expect]
+    failed = [answer for answer in answers if not answer.statuses.keys() <= attack.expect | victim.also]
     row = Row(
         attack.name,
         attack.group,

@@ -65,7 +65,7 @@ class Asker:
     async def resolve(self) -> None:
         """Look names up for ever. Where that fails, addresses stay as they were."""
         while True:
-            for host in {each.host for each in self._gateway.file.backends if each.resolve}:
+            for host in dict.fromkeys(each.host for each in self._gateway.file.backends if each.resolve):
                 try:
                     found = await self._look_up(host)
                 except OSError as error:

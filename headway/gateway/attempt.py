@@ -45,7 +45,6 @@ class Attempt:
     Attributes:
         ready: done when the first event of a stream is there, or all of another answer. Until then nothing has gone to
             the client, and the request may be tried elsewhere. Its exception is UpstreamFailed.
-        done: done when the answer has ended. Its result is why it failed; None where it did not.
     """
 
     def __init__(
@@ -57,13 +56,14 @@ class Attempt:
         on_token: Callable[[], None],
         tokens: int,
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.member = member
         self.head: Head | None = None
         self.body = bytearray()
         self.events = EventReader()
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.done: asyncio.Future[UpstreamFailed | None] = loop.create_future()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_done = False  # nothing more will come
+        self._failure: UpstreamFailed | None = None  # why, where it has failed
+        self._when_done: Callable[[UpstreamFailed | None], None] | None = None
         self.sent_ns = self.first_token_ns = 0
         self._edit, self._on_token, self._learn = edit, on_token, learn
         self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
@@ -75,7 +75,7 @@ class Attempt:
         self._given_up: UpstreamFailed | None = None
         self._has_ended = False
         member.in_flight += 1
-        member.waiting.add(self)
+        member.waiting[self] = None
         member.breaker.sent(clock())
 
     # --- what the exchange calls ------------------------------------------------------------------------
@@ -91,8 +91,8 @@ class Attempt:
             if kept is None or not error.is_unheard:
                 raise
         self.member.outcomes["resent"] += 1
-        self.ready, self.done = self.ready.get_loop().create_future(), self.done.get_loop().create_future()
-        self._connection = None
+        self.ready = self.ready.get_loop().create_future()
+        self._is_done, self._failure, self._connection = False, None, None
         await self._ask(None, request)
 
     @property
@@ -100,22 +100,26 @@ class Attempt:
         """Whether its answer is one that another backend may not give."""
         return self.head is not None and self.head.status in BUSY
 
-    def attach(self, writer: EventWriter) -> None:
-        """Hand what has come to the writer, and from now on what comes."""
+    def attach(self, writer: EventWriter, when_done: Callable[[UpstreamFailed | None], None]) -> None:
+        """Hand the writer what has come, and from now on what comes; at the end, tell `when_done` why it failed."""
         self._writer = writer
         queued, self._queued = b"".join(self._queued), []
         self._write(queued)
+        if self._is_done:
+            when_done(self._failure)
+        else:
+            self._when_done = when_done
 
     def move(self) -> None:
         """Fail, so that the request goes to another backend; nothing has come of its answer."""
         if not self.ready.done():
-            self.give_up(UpstreamFailed("timeout", "it does not answer whether it is well"))
+            self.give_up(UpstreamFailed("down", "it does not answer whether it is well"))
 
     def give_up(self, failure: UpstreamFailed) -> None:
         """End the attempt as one that has failed in this way, if it has not ended."""
         if self._connection is None:
             self._given_up = failure
-        elif not self.done.done():
+        elif not self._is_done:
             self._fail(failure)
 
     def end(self, outcome: str, is_failure: bool | None) -> None:
@@ -127,12 +131,12 @@ class Attempt:
         """
         if self._has_ended:
             return
-        self._has_ended = True
+        self._has_ended, self._when_done = True, None
         member, now = self.member, clock()
-        if self._connection is not None and (self.done.cancelled() or not self.done.done()):
+        if self._connection is not None and not self._is_done:
             self._connection.drop()
         member.in_flight -= 1
-        member.waiting.discard(self)
+        member.waiting.pop(self, None)
         member.outcomes[outcome] += 1
         self._place.close(now)
         if self._resuming is not None:
@@ -143,9 +147,8 @@ class Attempt:
             member.breaker.failed(now)
         else:
             member.breaker.succeeded(now)
-        for future in (self.ready, self.done):
-            if future.done() and not future.cancelled():
-                future.exception()  # looked at, or asyncio complains
+        if self.ready.done() and not self.ready.cancelled():
+            self.ready.exception()  # looked at, or asyncio complains
 
     # --- what the connection calls ----------------------------------------------------------------------
 
@@ -227,7 +230,7 @@ class Attempt:
         connection.resume()
 
     def _is_ready(self) -> None:
-        self.member.waiting.discard(self)
+        self.member.waiting.pop(self, None)
         if not self.ready.done():
             self.ready.set_result(None)
 
@@ -240,10 +243,13 @@ class Attempt:
         if self._resuming is not None:
             self._resuming.cancel()
             self._resuming = None
-        if not self.done.done():
-            self.done.set_result(failure)
         if not self.ready.done():
             if failure is None:
                 self._is_ready()
             else:
                 self.ready.set_exception(failure)
+        if not self._is_done:
+            self._is_done, self._failure = True, failure
+            when_done, self._when_done = self._when_done, None
+            if when_done is not None:
+                when_done(failure)

@@ -17,6 +17,9 @@ from headway.gateway.upstream import UpstreamFailed
 from headway.policy.fleet.backend import Ask
 from headway.server.errors import ApiError, ClientGone
 
+# Failures of a backend that works on nothing: what is sent elsewhere then is no further load, and costs no retry.
+NOT_THERE = ("connect", "down")
+
 
 class Attempts:
     """The attempts of one request.
@@ -115,7 +118,7 @@ class Attempts:
                 self._end_failed(failed, error)
                 if self.is_gone:
                     break
-                if self.aborted is None and self._may_retry():
+                if self.aborted is None and self._may_retry(is_free=error.kind in NOT_THERE):
                     gateway.metrics.retried(error.kind)
                     continue
                 raise self.aborted or error_of(failed.member, error) from None
@@ -182,10 +185,11 @@ class Attempts:
         self._end(attempt, f"status_{status}", is_fault(status, bytes(attempt.body)))
         return f"status_{status}"
 
-    def _may_retry(self) -> bool:
+    def _may_retry(self, is_free: bool = False) -> bool:
         gateway = self._gateway
         is_allowed = len(self._tried) <= gateway.file.retries
-        return is_allowed and gateway.has_other(self._ask, self._serving, self._tried) and gateway.retries.spend()
+        has_other = gateway.has_other(self._ask, self._serving, self._tried)
+        return is_allowed and has_other and (is_free or gateway.retries.spend())
 
     # --- going on with a stream -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from headway.server.errors import ApiError, anthropic_error
 BUSY = (429, 502, 503, 504)
 # Codes of a 503 by which a class refuses what would be late.
 LATE = ("deadline_unreachable", "queue_timeout")
-_CODES = {"timeout": (504, "backend_timeout"), "connect": (502, "backend_unreachable")}
+_CODES = dict.fromkeys(("timeout", "down"), (504, "backend_timeout")) | {"connect": (502, "backend_unreachable")}
 
 
 class _Coded(msgspec.Struct):

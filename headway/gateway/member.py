@@ -32,7 +32,7 @@ class Member:
         cards: what the backend says of each of its models, by their names.
         is_known: it has been asked at least once, or the file has its models.
         in_flight: requests that are there.
-        waiting: of those, the ones of whose answer nothing has come, which can move to another backend.
+        waiting: of those, the ones of whose answer nothing has come, which can move to another backend, in order.
         outcomes: how many requests ended how.
     """
 
@@ -44,7 +44,7 @@ class Member:
         self.cards: dict[str, msgspec.Raw] = {}
         self.is_known = bool(entry.models)
         self.in_flight = 0
-        self.waiting: set[Movable] = set()
+        self.waiting: dict[Movable, None] = {}
         self.outcomes: Counter[str] = Counter()
         self.is_leaving = False  # it is not in the file any more
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -43,6 +42,7 @@ class Relay:
     ) -> None:
         self._headers = [*HEADERS, *headers]
         self._attempt, self._settings, self._finish, self._done = attempt, settings, finish, done
+        self._has_ended_well = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
@@ -54,20 +54,25 @@ class Relay:
         except SlowReader as error:
             _drop(scope, str(error))
         finally:
+            if self._has_ended_well:
+                self._finish(writer, None)
             self._done()
 
     def follow(self, attempt: Attempt, writer: EventWriter) -> None:
         """Pass on what comes of an attempt."""
-        attempt.done.add_done_callback(partial(self._ended, writer))
-        attempt.attach(writer)
+        attempt.attach(writer, partial(self._ended, writer))
 
-    def _ended(self, writer: EventWriter, done: asyncio.Future[UpstreamFailed | None]) -> None:
+    def _ended(self, writer: EventWriter, failure: UpstreamFailed | None) -> None:
+        if failure is None:  # nothing is added to it, so the client has its end before it is counted
+            self._has_ended_well = True
+            return writer.close()
         goes_on = False
-        if not done.cancelled():
+        try:
             with contextlib.suppress(SlowReader):  # the connection is being cut
-                goes_on = self._finish(writer, done.result())
-        if not goes_on:
-            writer.close()
+                goes_on = self._finish(writer, failure)
+        finally:
+            if not goes_on:
+                writer.close()
 
 
 def _drop(scope: Scope, reason: str) -> None:

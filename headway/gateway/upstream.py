@@ -23,7 +23,7 @@ class UpstreamFailed(Exception):
     """There was no answer, or not all of it.
 
     Args:
-        kind: connect, cut, timeout, or malformed.
+        kind: connect, cut, timeout, malformed, or down: the backend does not answer whether it is well.
         is_unheard: the backend closed a connection that had been idle, before any byte of an answer: it may never have
             seen the request.
     """

@@ -264,7 +264,9 @@ class Fleet:
         if not ready:
             self._refuse(arrival, answers, role, now)
             return
-        router, ask = self._routers[role], ask_of(arrival.request)
+        classes = self.replicas[ready[0]].server.scheduler.config.classes
+        ask = ask_of(arrival.request, classes, now - answers[0].arrived_ns if answers else 0)
+        router = self._routers[role]
         chosen = ready[router.choose(ask, [self.replicas[at].seen for at in ready])]
         replica = self.replicas[chosen]
         replica.routed += 1

@@ -47,6 +47,7 @@ from headway.simulator.options import VerifyOptions
 from headway.simulator.prompts import SketchSource
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.run import answer
+from headway.simulator.server import Server
 
 EQUIVALENT = 0.10
 CONFIDENCE = 0.90  # confidence of the interval that must lie within EQUIVALENT: two one-sided tests at 5 %
@@ -245,20 +246,26 @@ def simulated(
     load: Load,
     host: Host,
     scheduling: SchedulingOptions | None = None,
+    replicas: int = 1,
+    routing: str = "round-robin",
 ) -> RunResult:
     """A load on the recorded engine, simulated with steps that take as long as those.
 
     Args:
         scheduling: settings in place of the recorded ones. Raises ValueError where they contradict each other.
+        replicas, routing: so many engines like it, and what chooses between them.
     """
-    engine = recording.engine
-    scheduler = _scheduler(engine, scheduling)
-    teach(scheduler.accounting.step_time, steps)
-    source, context = SketchSource(load_tokenizer(engine.model)), scheduler.config.max_model_len
-    limits = QueueLimits.for_engine(scheduler.config.max_num_seqs, scheduler.blocks.pool_tokens(context))
-    workload = build_workload(load.spec, source, chat=False, context=context)
-    deployed = Deployed(scheduler, Learnt.of(steps, load.spec.seed), limits, host, {})
-    return answer([deployed.server()], load, workload)[0]
+    engine, servers = recording.engine, list[Server]()
+    for replica in range(replicas):
+        scheduler = _scheduler(engine, scheduling)
+        teach(scheduler.accounting.step_time, steps)
+        config = scheduler.config
+        limits = QueueLimits.for_engine(config.max_num_seqs, scheduler.blocks.pool_tokens(config.max_model_len))
+        timing = Learnt.of(steps, load.spec.seed + replica)
+        servers.append(Deployed(scheduler, timing, limits, host, {}).server())
+    source = SketchSource(load_tokenizer(engine.model))
+    workload = build_workload(load.spec, source, chat=False, context=config.max_model_len)
+    return answer(servers, load, workload, routing=routing)[0]
 
 
 def _scheduler(engine: RecordedEngine, scheduling: SchedulingOptions | None) -> Scheduler:

@@ -36,6 +36,7 @@ from tests.bench.scripted_stream import ScriptedStream
 from tests.bench.served_kinds import KINDS, Asked, Settings, plain_answer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_TCP_REPAIR = 19
 REASONS = {200: "OK", 307: "Temporary Redirect", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
 
 
@@ -50,6 +51,7 @@ class State:
         self.freezes: list[tuple[int, int]] = []
         self.frozen_ns = 0
         self.connections = 0
+        self.open: set[Connection] = set()
         self.count = 0
 
     def freeze(self, for_s: float) -> None:
@@ -58,6 +60,12 @@ class State:
         time.sleep(for_s)
         self.freezes.append((began, time.monotonic_ns()))
         self.frozen_ns += self.freezes[-1][1] - began
+
+    def vanish(self) -> None:
+        """Forget all connections without a word, as a machine does that is switched off; only root may."""
+        for each in list(self.open):
+            each.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+            each.transport.abort()
 
     @property
     def is_loading(self) -> bool:
@@ -81,8 +89,10 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
         self.state.connections += 1
         self.number = self.state.connections
+        self.state.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.state.open.discard(self)
         if self.stream is not None:
             self.stream.client_left()
 
@@ -136,6 +146,12 @@ class Connection(asyncio.Protocol):
             wish = json.loads(asked.body)
             self.state.loop.call_later(wish["at_s"], self.state.freeze, wish["for_s"])
             return {"at_ns": time.monotonic_ns() + int(wish["at_s"] * 1e9)}
+        if asked.path == "/script" and asked.method == "POST":
+            self.state.settings.default_script = msgspec.json.decode(asked.body, type=Script)
+            return {}
+        if asked.path == "/vanish" and asked.method == "POST":
+            self.state.loop.call_later(0.1, self.state.vanish)
+            return {}
         if asked.path == "/ready" and asked.method == "POST":
             self.state.ready_ns = time.monotonic_ns() + round(json.loads(asked.body)["at_s"] * 1e9)
             return {"at_ns": self.state.ready_ns}

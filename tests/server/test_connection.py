@@ -248,6 +248,15 @@ def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
     assert b'"choices"' in answers[0][2]
 
 
+def test_the_head_of_an_answer_and_its_body_are_one_write(server: LiveServer) -> None:
+    with connect(server) as client:
+        for _ in range(20):
+            client.sendall(GET + b"\r\n")
+            assert Reader().read(client.recv(65536))[0][0] == 200
+        client.sendall(GET.replace(b"GET", b"HEAD") + b"\r\n")  # which has nothing that its head could go with
+        assert client.recv(65536).endswith(b"\r\n\r\n")
+
+
 def test_no_more_pipelined_requests_wait_than_may(server: LiveServer, engine: FakeEngine) -> None:
     engine.open = False
     with connect(server) as client:

@@ -97,6 +97,14 @@ def test_a_request_is_routed_by_what_is_there_when_it_comes() -> None:
     assert [answer.token_ns[0] // MS for answer in fleet.answers] == [101, 7, 56, 96]
 
 
+def test_slack_knows_the_objective_of_a_request_s_class() -> None:
+    """The built-in class wants its first token after a second, when one of the servers never has it."""
+    late, timely = server(step_ns=3000 * MS), server(step_ns=20 * MS)
+    fleet = Fleet([late, timely], router_of("slack=2,round-robin", late.scheduler.config.classes))
+    fleet.run([arrival(number, number * 8000 * MS, 20, 2) for number in range(100)])
+    assert routed(fleet)[0] < 25  # until it is learnt
+
+
 def test_clients_send_their_next_request_to_any_server() -> None:
     def after(answers: list[Answer]) -> list[Arrival]:
         number = int(answers[0].request_id)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.policy.admission.queue_bound import QueueLimits, Queues
-from headway.policy.objectives.service_class import BUILT_IN
+from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.policy.step.request import Request
 from headway.policy.step.step_time import StepTimeModel, StepWork
 
@@ -73,13 +73,14 @@ def _key(content: Sequence[int] | bytes) -> bytes | tuple[int, ...]:
     return content if isinstance(content, bytes) else tuple(content)
 
 
-def ask_of(request: Request) -> Ask:
-    """What routers see of a request of token ids."""
+def ask_of(request: Request, classes: ClassTable, waited_ns: int = 0) -> Ask:
+    """What routers see of a request of token ids that came so many nanoseconds ago."""
+    service = next((each for each in classes if each.name == request.service_class), classes.default_class)
     return Ask(
         request.prompt_token_ids,
         salt=request.cache_salt,
         service_class=request.service_class,
-        ttft_ms=request.ttft_ms,
+        ttft_ms=min(service.ttft_ms, request.ttft_ms) - waited_ns / 1e6,
         choices=request.params.n,
     )
 

@@ -83,6 +83,8 @@ class Connection(HttpToolsProtocol):
         self._finished_some = False  # the last byte of a request was among those that are parsed
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
         self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
+        self._head = b""  # of an answer, until what follows it is there
+        self._has_begun = True  # the head of the answer that is being made was written
         self._when_gone: Callable[[], None] | None = None  # wanted by whoever answers
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
@@ -103,7 +105,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._reading, self._closing, self._asking):
             if timer is not None:
                 timer.cancel()
-        self._held = b""
+        self._held = self._head = b""
         super().connection_lost(exc)
         for cycle, _ in self.pipeline:
             cycle.disconnected = True
@@ -150,8 +152,17 @@ class Connection(HttpToolsProtocol):
     # --- what an exchange needs of its transport ------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send bytes of an answer."""
-        self.transport.write(data)
+        """Send bytes of an answer. Its head goes with what follows at once, as each write takes a while."""
+        if not self._has_begun and self._answering is not None and self._answering.response_started:
+            self._has_begun, self._head = True, data
+            self.loop.call_soon(self._write_head)
+        else:
+            head, self._head = self._head, b""
+            self.transport.write(head + data)
+
+    def _write_head(self) -> None:
+        if self._head:
+            self.write(b"")
 
     def is_closing(self) -> bool:
         """Whether nothing more can be sent."""
@@ -162,6 +173,7 @@ class Connection(HttpToolsProtocol):
         the kernel, so they are read and dropped until it ends, for a while."""
         if self._closing is not None or self.transport.is_closing():
             return
+        self._write_head()
         if self._has_ended or not (self._is_incomplete or self._held or self._refusal is not None):
             return self.transport.close()
         self._stop_reading()
@@ -386,7 +398,7 @@ class Connection(HttpToolsProtocol):
     # --- answers --------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
+        self._answering, self._has_begun = cycle, False
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -406,7 +418,7 @@ class Connection(HttpToolsProtocol):
         cycle = self._answering
         if self.flow.write_paused or cycle is None or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _call_when_gone(self, callback: Callable[[], None]) -> None:
