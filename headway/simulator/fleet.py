@@ -233,10 +233,14 @@ class Fleet:
         self._expect(later)
         if self._sends is not None and not self._sends(arrival, now):
             return
-        self._told = {at for at in sorted(self._told) if self.replicas[at].server.receive(now)}
+        self._receive(now)
         if self._scaling is not None:
             self._scale(self._scaling, now)
         self._begin(arrival, [], now)
+
+    def _receive(self, now: int) -> None:
+        """Have all servers know what has come to them, as routers see what their queues count."""
+        self._told = {at for at in sorted(self._told) if self.replicas[at].server.receive(now)}
 
     # --- where a request goes -----------------------------------------------------------------------
 
@@ -327,6 +331,7 @@ class Fleet:
                 Answer(first.request_id, choice.index, first.prompt_len, first.arrived_ns) for choice in request.choices
             ]
             self._keep(answers)
+        self._receive(now)
         first.ledger.mark(Phase.KV_TRANSFER, now)
         for answer in answers:
             answer.ledger = _copy_of(first.ledger)
@@ -369,7 +374,7 @@ class Fleet:
         """A server is gone; what it has not begun to answer goes to others."""
         now, at = failure.at_ns, failure.replica
         replica = self.replicas[at]
-        replica.server.receive(now)
+        self._receive(now)
         replica.failures += 1
         replica.seen.prefixes.clear()
         replica.ready_ns = max(replica.ready_ns, failure.back_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from headway.simulator.engine import Host
 from headway.simulator.fleet import Failure, Fleet, Replica
 from headway.simulator.server import Server, simulate
 from headway.simulator.timing import DecodeTiming, Timing
-from headway.simulator.traffic import arrival
+from headway.simulator.traffic import Arrival, arrival
 
 US, MS = 1000, 1_000_000
 Plans = dict[int, bytes]
@@ -160,28 +161,35 @@ def test_in_any_world_nothing_comes_out_otherwise(first):
 
 
 def fleet(seed: int, servers: int, ahead: bool, timing: Timing) -> Fleet:
-    """Servers that fail now and then, with clients who go away, after all is done."""
+    """Servers that fail now and then, with clients who go away or send again, after all is done."""
     rng = random.Random(seed)
     options = SchedulingOptions(max_num_seqs=rng.choice([2, 8, 64]), scheduling_policy=rng.choice(["slo", "fcfs"]))
     make = partial(options.scheduler, "cuda", PoolSize(rng.choice([20, 400]), 200))
     host = Host(rng.randrange(MS), 100.0, rng.randrange(2 * US), rng.randrange(US), ahead)
     replicas = [Replica(Server(make(), timing, QueueLimits(), host, None, None, make)) for _ in range(servers)]
-    coming, at_ns, pause_ns = [], 0, rng.choice([1, 10, 30]) * MS
-    for number in range(60):
-        at_ns += int(rng.expovariate(1.0) * pause_ns)
+    numbers, at_ns, pause_ns = itertools.count(), 0, rng.choice([1, 10, 30]) * MS
+
+    def made(at_ns: int) -> Arrival:
         leaves_ns = at_ns + rng.randrange(100 * MS) if rng.random() < 0.2 else None
         sampling = {"n": rng.choice([1, 1, 1, 3]), "ignore_eos": rng.random() < 0.1}
         prompt, most, output = (rng.randrange(1, 90) for _ in range(3))
-        made = arrival(number, at_ns, prompt, most, output_len=output, cancel_ns=leaves_ns, sampling=sampling)
-        coming.append(made)
+        return arrival(next(numbers), at_ns, prompt, most, output_len=output, cancel_ns=leaves_ns, sampling=sampling)
+
+    def after(answers: list[Answer]) -> list[Arrival]:
+        return [made(max(each.ended_ns for each in answers))] if rng.random() < 0.3 else []
+
+    coming = []
+    for _ in range(40):
+        at_ns += int(rng.expovariate(1.0) * pause_ns)
+        coming.append(made(at_ns))
     fails_ns = sorted(rng.randrange(at_ns + 1) for _ in range(4))
     failures = [Failure(each, rng.randrange(servers), each + rng.randrange(50 * MS)) for each in fails_ns]
-    done = Fleet(replicas, router_of("least-loaded", options.classes), failures=iter(failures))
+    done = Fleet(replicas, router_of("least-loaded", options.classes), after, failures=iter(failures))
     done.run(coming)
     return done
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.booleans())
 def test_a_fleet_does_the_same_whether_steps_are_scheduled_or_taken_together(seed, servers, ahead, foreseen):
     """What comes in between, requests, clients that leave or a failure, finds the steps that have ended by then."""

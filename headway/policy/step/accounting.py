@@ -183,13 +183,15 @@ class Accounting:
             planned_ns: when the first was planned. Each further one was planned when the one before had ended.
         """
         clock = self._decode
+        self.queue_stands_at(Phase.QUEUE_CAPACITY, planned_ns)
         for times in steps:
-            self.queue_stands_at(Phase.QUEUE_CAPACITY, planned_ns)
             clock.mark(Phase.SCHEDULE, times.launched_ns)
             clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
             clock.mark(Phase.SAMPLING, times.sampled_ns)
             self._learn(StepWork(0, decodes, 0, context), times.computed_ns - times.launched_ns)
-            planned_ns, context = times.sampled_ns, context + decodes
+            context += decodes
+        if len(steps) > 1:
+            self.queue_stands_at(Phase.QUEUE_CAPACITY, steps[-2].sampled_ns)
 
     def all_decode(self, running: int) -> bool:
         """Whether so many running sequences have all been decoding since a step before."""

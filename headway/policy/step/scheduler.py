@@ -165,8 +165,10 @@ class Scheduler:
         if sequences.unserved:
             for sequence in sequences.unserved.expired(now):
                 step.end(sequence, FinishReason.TIMEOUT)
-        step.decoding = [sequence for sequence in sequences.running if sequence.is_decoding]
-        if len(step.decoding) < len(sequences.running):
+        if self.accounting.all_decode(len(sequences.running)):
+            step.decoding = list(sequences.running)
+        else:
+            step.decoding = [sequence for sequence in sequences.running if sequence.is_decoding]
             step.prompts = [sequence for sequence in sequences.running if not sequence.is_decoding]
         return step
 

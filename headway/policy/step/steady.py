@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -34,7 +34,7 @@ Draws = tuple[int, int, int]
 Changed = list[tuple[Sequence, list[int]]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Member:
     """A sequence of a run. Steps have numbers from the beginning of the run.
 
@@ -73,9 +73,9 @@ class SteadyDecodes:
         self._block_size = scheduler.blocks.block_size if scheduler.blocks.enable_prefix_caching else _NEVER
         self._num_steps = self._context = 0  # the context of the next step
         self._members: dict[int, _Member] = {}
-        # By seq_id: before which step they need blocks, and after which something is to be done with their tokens.
-        self._growing: defaultdict[int, list[int]] = defaultdict(list)
-        self._due: defaultdict[int, list[int]] = defaultdict(list)
+        # Before which step they need blocks, and after which something is to be done with their tokens.
+        self._growing: defaultdict[int, list[_Member]] = defaultdict(list)
+        self._due: defaultdict[int, list[_Member]] = defaultdict(list)
         self._ends: list[int] = []  # a heap of steps after which some may end
         self._rolled: dict[int, int] = {}  # by seq_id: the slots for states of this step
         self._is_next_steady = True
@@ -91,9 +91,6 @@ class SteadyDecodes:
         """
         return cls(scheduler, draws) if type(scheduler) is Scheduler and _is_steady(scheduler) else None
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.seq_id in self._members
-
     def join(self, sequence: Sequence) -> None:
         """From the next step on, a sequence decodes in each."""
         token, count, last = self._draws(sequence)
@@ -103,7 +100,7 @@ class SteadyDecodes:
         self._members[sequence.seq_id] = member
         self._context += sequence.num_computed + 1
         left = sequence.room - sequence.num_computed
-        self._growing[self._num_steps + (left if left > 0 else 0)].append(sequence.seq_id)
+        self._growing[self._num_steps + (left if left > 0 else 0)].append(member)
         self._expect_end(member)
         self._expect(member)
 
@@ -118,14 +115,7 @@ class SteadyDecodes:
         sequence = member.sequence
         until_full = (sequence.num_registered + 1) * self._block_size - sequence.num_computed
         full_at = self._num_steps + (until_full if until_full > 0 else 1)
-        self._due[min(full_at, member.end_at)].append(sequence.seq_id)
-
-    def _in_order(self, numbers: Iterable[int]) -> list[_Member]:
-        """Those of these sequences that have not ended, in the order of running ones."""
-        members = [self._members[number] for number in set(numbers) if number in self._members]
-        if len(members) > 1:
-            members.sort(key=_place)
-        return members
+        self._due[min(full_at, member.end_at)].append(member)
 
     # --- what comes ---------------------------------------------------------------------------------
 
@@ -158,7 +148,7 @@ class SteadyDecodes:
         running = self._scheduler.running
         self._is_next_steady = len(running) == len(self._members) and _is_steady(self._scheduler)
         if self._is_next_steady:  # one that lends its last block to another looks for one of its own
-            self._growing[self._num_steps] += [each.seq_id for each in running if not each.room]
+            self._growing[self._num_steps] += [self._members[each.seq_id] for each in running if not each.room]
         return self._is_next_steady
 
     def _most(self) -> int:
@@ -203,7 +193,7 @@ class SteadyDecodes:
             self._context += count
             self._sampled_ns = planned_ns = times.sampled_ns
             if (due := self._due.pop(self._num_steps, None)) is not None:
-                ended = self._settle(self._in_order(due))
+                ended = self._settle(_in_order(due))
             if blocks.checkpoints is not None:
                 blocks.checkpoints.end_step()
             self.held.append(blocks.num_blocks - blocks.num_free)
@@ -216,20 +206,20 @@ class SteadyDecodes:
         manager = self._scheduler.block_manager
         if (growing := self._growing.pop(self._num_steps, None)) is not None:
             plan = StepPlan()
-            for member in self._in_order(growing):
+            for member in _in_order(growing):
                 self._catch_up(member)
                 manager.extend(member.sequence, 1, plan)
-                self._expect_growth(member.sequence)
+                self._expect_growth(member)
         if manager.states is not None:
             self._roll(manager.states)
         self._scheduler.policy.steady_step()
 
-    def _expect_growth(self, sequence: Sequence) -> None:
-        self._growing[self._num_steps + sequence.room - sequence.num_computed].append(sequence.seq_id)
+    def _expect_growth(self, member: _Member) -> None:
+        self._growing[self._num_steps + member.sequence.room - member.sequence.num_computed].append(member)
 
     def _roll(self, states: KeptStates) -> None:
         """Find slots for the states of sequences that fill a block in this step, where they are to be kept."""
-        for member in self._in_order(self._due.get(self._num_steps + 1, ())):
+        for member in _in_order(self._due.get(self._num_steps + 1, [])):
             sequence = member.sequence
             if (slot := states.roll(sequence, self._num_steps + member.offset + 1)) is not None:
                 self._rolled[sequence.seq_id] = slot
@@ -267,11 +257,10 @@ class SteadyDecodes:
         sequence = member.sequence
         count = self._num_steps + member.offset - sequence.num_computed
         if count:
-            further = min(count, self._num_steps - member.last_from)
-            if further <= 0:
+            if (further := self._num_steps - member.last_from) <= 0:
                 sequence.tokens += [member.token] * count
             else:
-                sequence.tokens += [member.token] * (count - further) + [member.last] * further
+                sequence.tokens += [member.token] * (count - further) + [member.last] * min(count, further)
             sequence.num_computed += count
             sequence.steps += count
             sequence.last_token_ns = self._sampled_ns
@@ -286,7 +275,7 @@ class SteadyDecodes:
         """
         for member in self._members.values():
             self._catch_up(member)
-        due = self._in_order(self._due.get(self._num_steps + 1, ()))
+        due = _in_order(self._due.get(self._num_steps + 1, []))
         return [member.sequence for member in due if member.last_from <= self._num_steps]
 
     def absorb(self, changed: Changed, sampled_ns: int) -> Changed | None:
@@ -296,25 +285,32 @@ class SteadyDecodes:
             changed: what Scheduler.complete() has returned.
 
         Returns:
-            Those of `changed` that are of no run or have ended; None where a sequence of this one had no token in the
-            step. The run is over then.
+            Those of `changed` that are not of the run, and those of the run that have ended, without their tokens. None
+            where a sequence of the run had no token in the step: then it is over.
         """
-        others = [each for each in changed if each[0].seq_id not in self._members]
-        if len(changed) - len(others) != len(self._members):
+        ended = set[int]()
+        if sum([sequence.seq_id in self._members for sequence, _ in changed]) != len(self._members):
             return None
-        growing = self._growing.pop(self._num_steps, ())
+        growing = self._growing.pop(self._num_steps, [])
         self._num_steps += 1
         self._context += len(self._members)
         self._sampled_ns, self._is_next_steady = sampled_ns, False
-        for member in self._in_order(self._due.pop(self._num_steps, ())):
+        for member in self._due.pop(self._num_steps, ()):
             if member.sequence.finish_reason is None:
                 self._go_on(member)
             else:
                 self._leave(member.sequence)
-                others.append((member.sequence, []))
-        for member in self._in_order(growing):
-            self._expect_growth(member.sequence)
-        return others
+                ended.add(member.sequence.seq_id)
+        for member in _in_order(growing):
+            self._expect_growth(member)
+        others = [each for each in changed if each[0].seq_id not in self._members]
+        return [(each, [] if each.seq_id in ended else new) for each, new in others]
+
+
+def _in_order(members: list[_Member]) -> list[_Member]:
+    """Those that have not ended, in the order of running sequences."""
+    going = [member for member in members if member.sequence.finish_reason is None]
+    return sorted(set(going), key=_place) if len(going) > 1 else going
 
 
 def _is_steady(scheduler: Scheduler) -> bool:
