@@ -227,15 +227,6 @@ class BlockManager:
         blocks, tables, owner, windows = self._blocks, sequence.tables, sequence.service.name, self._windows
         size, start, references = blocks.block_size, sequence.num_computed, blocks.references
         entry, needed = start // size, (start + count + size - 1) // size
-        if windows is None and 0 < start == sequence.room:  # its last block is full, and nobody else's
-            own = tables[0].blocks
-            if needed - entry > blocks.num_free:
-                return False
-            own += blocks.allocate(needed - entry, owner, own[-1])
-            if sequence.in_executor:
-                plan.tables.append(TableChange(sequence.seq_id, entry, own[entry:]))
-            sequence.room = needed * size
-            return True
         ends = [needed] if windows is None else windows.ends_of_step(sequence, needed)
         most = sum(ends) - (entry - 1) * len(ends)  # the most blocks that the tables can lack
         if most > blocks.num_free and (lacking := self._lacking(sequence, ends)) > blocks.num_free:

@@ -117,7 +117,7 @@ class CachedBlocks:
     def __init__(self, num_blocks: int, used: Mapping[str, int], most_protected: int) -> None:
         self.evictions: Counter[tuple[str, str]] = Counter()
         self.owners = [COMMON] * num_blocks
-        self.num_protected = self.num_evicted = self.num_cached = self._num_passed = 0
+        self.num_protected = self.num_evicted = self.num_cached = 0
         self._used = used
         self.since = array("q", bytes(8 * num_blocks))
         self._queues: defaultdict[str, Queue] = defaultdict(Queue)
@@ -166,7 +166,6 @@ class CachedBlocks:
     def add_passed(self, blocks: list[int]) -> None:
         """The last sequence has released these blocks, as a window has passed them. They go before all others."""
         self.num_cached += len(blocks)
-        self._num_passed += len(blocks)
         for block in blocks:
             self._is_passed[block] = 1
             self._passed.add(block)
@@ -176,7 +175,6 @@ class CachedBlocks:
         self.num_cached -= 1
         if self._is_passed[block]:
             self._is_passed[block] = 0
-            self._num_passed -= 1
             self._passed.remove(block)
         elif self._is_protected[block]:
             self._protected.remove(block)
@@ -188,7 +186,7 @@ class CachedBlocks:
         self._queues.clear()
         self._protected, self._passed = Queue(), Queue()
         self._is_passed = bytearray(len(self.owners))
-        self.num_cached = self._num_passed = 0
+        self.num_cached = 0
         for block in range(len(self.owners)):
             self.forget(block)
 
@@ -229,7 +227,6 @@ class CachedBlocks:
                 owner = self.owners[taken[0]]
                 self.forget(taken[0])
             elif queue is self._passed:
-                self._num_passed -= len(taken)
                 for block in taken:
                     self._is_passed[block] = 0
             elif left >= alike and not queue:
@@ -237,17 +234,16 @@ class CachedBlocks:
             self.evictions[owner, reason] += len(taken)
             given_up += taken
             left -= len(taken)
-        if self._branches:
-            for block in given_up:
-                self._branches.pop(block, None)
+        for block in given_up if self._branches else ():
+            self._branches.pop(block, None)
         self.num_evicted += count
         self.num_cached -= count
         return given_up
 
     def _next(self) -> tuple[str, Queue, str, int]:
         """The class and the queue whose head goes next, the reason, and for how many blocks at least it holds."""
-        if self._num_passed:
-            return COMMON, self._passed, "passed", self._num_passed
+        if self._passed._order and (num_passed := len(self._passed)):
+            return COMMON, self._passed, "passed", num_passed
         if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:
             return COMMON, self._protected, "expired", 1
         if len(self._queues) == 1 and not self._shares:

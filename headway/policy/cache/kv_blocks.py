@@ -166,10 +166,7 @@ class KVBlocks:
                 evicted = self.cached.evict(lacking)
                 if self.on_evicted is not None:
                     self.on_evicted(evicted)
-                if self.checkpoints is None:
-                    self.index.forget(evicted)
-                else:
-                    self._forget(evicted)
+                self._forget(evicted)
                 blocks += evicted
             if count > 1:
                 self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
@@ -218,8 +215,7 @@ class KVBlocks:
         for owner in set(classes):
             self.used[owner] -= classes.count(owner)
         self._free += freed
-        if cached:
-            self.cached.add(cached)
+        self.cached.add(cached)
 
     def pass_by(self, blocks: list[int]) -> None:
         """Release blocks that a window has passed while their sequence goes on. They are given up before all others."""

@@ -122,18 +122,16 @@ class PrefixIndex:
             The node that later pages hang from.
         """
         size, nodes, parents, children = self._block_size, self.nodes, self._parents, self._children
-        node, pages, start = 0, self._tokens, 0
-        for block in blocks:
-            page = tokens[start : start + size]
-            start += size
+        node = 0
+        for at, block in enumerate(blocks):
+            page = tokens[at * size : (at + 1) * size]
             if parent in children or nodes[block]:
                 node = self._register_beside(block, parent, page)
             else:
                 children[parent] = block
-                parents[block] = parent
-                pages[block] = page
-                nodes[block] = node = self._next_node
-                self._next_node = node + 1
+                parents[block], self._tokens[block] = parent, page
+                node = nodes[block] = self._next_node
+                self._next_node += 1
             parent = node
         self.version += 1
         return node
@@ -167,7 +165,7 @@ class PrefixIndex:
         parents, children, numbers = self._parents, self._children, self._numbers
         for place in places:
             siblings = children.pop(parents[place])
-            if siblings.__class__ is dict:
+            if isinstance(siblings, dict):
                 del siblings[self._tokens[place]]
                 if siblings:
                     children[parents[place]] = siblings

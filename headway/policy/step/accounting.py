@@ -175,23 +175,11 @@ class Accounting:
             self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
         self._learn(work, forward)
 
-    def record_decodes(self, decodes: int, context: int, planned_ns: int, steps: list[StepTimes]) -> None:
-        """Record steps in which as many running sequences decode as in the step before, and nobody can be admitted.
-
-        Args:
-            context: keys that the first of them reads; each further one reads one more of every sequence.
-            planned_ns: when the first was planned. Each further one was planned when the one before had ended.
-        """
-        clock = self._decode
-        self.queue_stands_at(Phase.QUEUE_CAPACITY, planned_ns)
-        for times in steps:
-            clock.mark(Phase.SCHEDULE, times.launched_ns)
-            clock.mark(Phase.DECODE_COMPUTE, times.computed_ns)
-            clock.mark(Phase.SAMPLING, times.sampled_ns)
-            self._learn(StepWork(0, decodes, 0, context), times.computed_ns - times.launched_ns)
-            context += decodes
-        if len(steps) > 1:
-            self.queue_stands_at(Phase.QUEUE_CAPACITY, steps[-2].sampled_ns)
+    def record_decodes(self, work: StepWork, times: StepTimes) -> None:
+        """Record a step in which all running sequences decode, as they did in the step before."""
+        forward = times.computed_ns - times.launched_ns
+        self._advance_decode_clock(work, forward, times)
+        self._learn(work, forward)
 
     def all_decode(self, running: int) -> bool:
         """Whether so many running sequences have all been decoding since a step before."""

@@ -20,6 +20,7 @@ from operator import attrgetter
 from headway.policy.cache.states import KeptStates
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ahead import admits_nobody
+from headway.policy.step.ledger import Phase
 from headway.policy.step.order import OrderKey
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
@@ -182,12 +183,13 @@ class SteadyDecodes:
             The sequences that have ended with the last of them.
         """
         scheduler, planned_ns, count = self._scheduler, self._planned_ns, len(self._members)
-        policy, blocks = scheduler.policy, scheduler.blocks
-        scheduler.accounting.record_decodes(count, self._context, planned_ns, steps)
+        accounting, policy, blocks = scheduler.accounting, scheduler.policy, scheduler.blocks
         ended, self.held = list[Sequence](), []
         for times in steps:
             if self.held:
                 self._begin_step()
+            accounting.queue_stands_at(Phase.QUEUE_CAPACITY, planned_ns)
+            accounting.record_decodes(StepWork(0, count, 0, self._context), times)
             policy.heed(planned_ns, times)
             self._num_steps += 1
             self._context += count
@@ -203,12 +205,18 @@ class SteadyDecodes:
 
     def _begin_step(self) -> None:
         """Give sequences of the next step the blocks that they need."""
-        manager = self._scheduler.block_manager
+        manager, blocks = self._scheduler.block_manager, self._scheduler.blocks
         if (growing := self._growing.pop(self._num_steps, None)) is not None:
             plan = StepPlan()
             for member in _in_order(growing):
                 self._catch_up(member)
-                manager.extend(member.sequence, 1, plan)
+                sequence = member.sequence
+                if sequence.room == sequence.num_computed and not blocks.groups:  # its table just becomes longer
+                    own = sequence.tables[0].blocks
+                    own += blocks.allocate(1, sequence.service.name, own[-1])
+                    sequence.room += blocks.block_size
+                else:
+                    manager.extend(sequence, 1, plan)
                 self._expect_growth(member)
         if manager.states is not None:
             self._roll(manager.states)

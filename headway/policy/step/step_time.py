@@ -94,10 +94,8 @@ class StepTimeModel:
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
         x, p, px = work.features(), self._covariance, list[float]()
-        if not (work.logit_rows or self._steps_with_logits):
-            x = x[:-1]  # nothing is known of the last part, and it changes nothing
         growth = [_GROWTH if value else 1.0 for value in x]
-        for row, own in zip(p, growth, strict=False):
+        for row, own in zip(p, growth, strict=True):
             for j, other in enumerate(growth):
                 row[j] *= own * other
             px.append(sum(map(mul, row, x)))
@@ -110,7 +108,7 @@ class StepTimeModel:
             self._ratios.append(ratio)
             self._pace = sorted(self._ratios)[len(self._ratios) // 2]
         largest = 0.0
-        for i, (row, own) in enumerate(zip(p, px, strict=False)):
+        for i, (row, own) in enumerate(zip(p, px, strict=True)):
             self._milliseconds[i] += own / scale * error
             for j, other in enumerate(px):
                 row[j] -= own * other / scale
