@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file for the result")
     args = parser.parse_args()
     if args.beside is not None:
-        return compare(args.beside, args.rounds, args.requests, args.rate)
+        return compare(args.beside, args.rounds, args.requests, args.rate, args.replicas, args.output or OUTPUT)
     if args.profile:
         cProfile.runctx("run(args.requests, args.rate, args.replicas)", globals(), locals(), sort="tottime")
         return
@@ -131,13 +131,14 @@ def main() -> None:
         save(found | {"machine": about()}, args.output)
 
 
-def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
+def compare(before: Path, rounds: int, requests: int, rate: float, replicas: int, output: Path) -> None:
     """Processor seconds of both checkouts, in turns, as other work on the machine slows both down."""
     here = Path(__file__).parents[1]
     seconds: dict[Path, list[float]] = {before: [], here: []}
     for _ in range(rounds):
         for folder, taken in seconds.items():
-            command = [sys.executable, "benchmarks/simulation.py", f"--requests={requests}", f"--rate={rate}"]
+            given = f"--requests={requests}", f"--rate={rate}", f"--replicas={replicas}"
+            command = [sys.executable, "benchmarks/simulation.py", *given]
             environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
             out = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
             print(f"{folder.name}: {out.stdout}", end="")
@@ -146,11 +147,12 @@ def compare(before: Path, rounds: int, requests: int, rate: float) -> None:
     report = {
         "machine": about(),
         "requests": requests,
+        "replicas": replicas,
         "seconds": seconds[here],
         "seconds_before": seconds[before],
         "ratio": medians[here] / medians[before],
     }
-    save(report, OUTPUT)
+    save(report, output)
     print(f"{report['ratio']:.2f} times as long as before")
 
 

@@ -11,8 +11,8 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -335,7 +335,7 @@ def to_svg(figure: Figure, name: str = "figure", title: str = "") -> str:
     text = _DRAWN.sub(lambda match: _TOO_FINE.sub(r"\1", match[0]), text)
     text = _COLOUR.sub(lambda match: f"{match[1]}: {_VARIABLES.get(match[2], match[2])}", text)
     head = '<svg class="hw-figure" role="img" viewBox="{}"><title>{}</title>'
-    text = _HEAD.sub(lambda match: head.format(match[1], escape(title)), text, count=1)
+    text = _HEAD.sub(lambda match: head.format(match[1], escape(title, quote=False)), text, count=1)
     return _BLANKS.sub("\n", text).strip()
 
 

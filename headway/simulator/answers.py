@@ -115,6 +115,7 @@ class Choice:
     Args:
         until_last: tokens that it has when its last one is due.
         until_next: tokens that it has when something is to be done about them: of the first, and when the last is due.
+        since: the number of the step from which on it had a token in each that is not noted yet; -1 where all are.
     """
 
     of: Present
@@ -122,6 +123,7 @@ class Choice:
     sequence: Sequence
     until_last: int
     until_next: int = 1
+    since: int = -1
 
 
 def in_words(refusal: Refusal) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from headway.policy.admission.intake import taken_up
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ledger import Phase
-from headway.policy.step.request import NEVER, Sequence, Status, sequences_of
+from headway.policy.step.request import NEVER, Sequence, sequences_of
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.steady import Draws, SteadyDecodes
 from headway.policy.step.step_time import StepWork
 from headway.simulator.answers import Choice, EngineDied, Present, Stuck
 from headway.simulator.drafts import Drafts
 from headway.simulator.log import StepLog
-from headway.simulator.timing import DecodeTiming, Timing
+from headway.simulator.timing import DecodeTiming, ForeseenTiming, Timing
 from headway.simulator.traffic import EOS
 
 # While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
@@ -45,6 +47,7 @@ class Host:
 
 
 NextEngine = Callable[[], Scheduler]
+sampled_ns = attrgetter("sampled_ns")
 
 
 class Engine(ABC):
@@ -53,7 +56,7 @@ class Engine(ABC):
     Attributes:
         now: the time.
         steps: the log of the steps that were run.
-        is_idle: it goes on as soon as something comes.
+        is_idle: it is to be told as soon as something comes.
         drafts: has steps try drafts; None without speculation.
     """
 
@@ -65,8 +68,9 @@ class Engine(ABC):
         self._ran_ns = 0  # when a step was last run
         self._timing = timing
         self._decode_timing = timing if isinstance(timing, DecodeTiming) else None
+        self._foreseen_timing = timing if isinstance(timing, ForeseenTiming) else None
         self._steady: SteadyDecodes | None = None  # a run of steps that is under way
-        self._first_steady = 0  # its first step in the log
+        self._under_way: list[StepTimes] = []  # of these, those that need no look
         self._host = host
         self._next_engine = next_engine
         self._back_ns = 0  # when it was there after one had died
@@ -98,7 +102,8 @@ class Engine(ABC):
         yield self.now
         while True:
             if self._inbox and (count := self._early if self._waits_for_a_step else len(self._inbox)):
-                self._catch_up()
+                if self._steady is not None:
+                    self._steady.look_again()
                 for do, present in taken_up(self._messages(count), lambda: self.now):
                     do(present)
             self._early = len(self._inbox)
@@ -147,6 +152,8 @@ class Engine(ABC):
         arrival.request.prompt_token_ids = []  # the sequences have them; those of all requests would fill the memory
 
     def _abort(self, present: Present) -> None:
+        self._catch_up()
+        self._end_run(len(self.steps))
         for choice in list(present.choices):
             if choice.sequence.finish_reason is None:
                 self.scheduler.abort(choice.sequence, self.now)
@@ -161,6 +168,7 @@ class Engine(ABC):
         if self.drafts is not None:
             self.now = self.drafts.propose(self._choices, self.now)
         planned = self.now
+        self._catch_up()
         plan = self.scheduler.schedule(planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
@@ -181,6 +189,11 @@ class Engine(ABC):
         choices = self._choices
         if self.drafts is not None:
             self.drafts.step_ended(plan, changed, planned, times)
+        if self._steady is not None:
+            if (others := self._steady.absorb(changed, now)) is None:
+                self._end_run(len(self.steps) - 1)
+            else:
+                changed = others
         for sequence, new in changed:
             choice = choices[sequence.seq_id]
             token_ns = choice.answer.token_ns
@@ -190,6 +203,8 @@ class Engine(ABC):
                     self._note_first_token(choice, now)
             if sequence.finish_reason is not None:
                 self._end(choice)
+            elif self._steady is not None:
+                self._steady.join(sequence)
 
     def _log(self, planned: int, work: StepWork, sequences: int, preempted: int, times: StepTimes) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.blocks
@@ -206,17 +221,21 @@ class Engine(ABC):
             self._drawn[choice.sequence.seq_id] = [EOS]
         choice.until_next = choice.until_last
 
-    def _steady_step(self) -> tuple[SteadyDecodes, StepWork] | None:
-        """The next step, where the same choices decode in it as before and nothing is to be decided."""
+    def _next_steps(self, timing: DecodeTiming) -> list[StepTimes]:
+        """The next steps, where the same choices decode in them as before and nothing is to be decided."""
         if self._steady is None and self.drafts is None:
-            self._steady, self._first_steady = SteadyDecodes.of(self.scheduler, self._draws), len(self.steps)
-        if self._steady is not None and (work := self._steady.work_of_step(self.now)) is not None:
-            return self._steady, work
-        self._catch_up()
-        return None
+            self._steady = SteadyDecodes.of(self.scheduler, self._draws)
+        if self._steady is None or (found := self._steady.next_steps(self.now)) is None:
+            return []
+        work, most = found
+        if most > 1 and self._foreseen_timing is not None:
+            return self._foreseen_timing.next_times(work, self._steady.contexts, self.now, most)
+        return [timing.decode_times(work, self._steady.contexts, self.now)]
 
     def _draws(self, sequence: Sequence) -> Draws:
+        """What is drawn of a choice that gets a token in each step of the run from the next one on."""
         choice = self._choices[sequence.seq_id]
+        choice.since = len(self.steps)
         left = choice.until_last - len(choice.answer.token_ns)
         return choice.of.arrival.answer, left if left > 0 else 0, EOS
 
@@ -227,34 +246,58 @@ class Engine(ABC):
             False when the next step needs one; True when something has come, or nothing is left to do.
         """
         timing = self._decode_timing
-        while timing is not None and (step := self._steady_step()) is not None:
-            planned, (steady, work) = self.now, step
-            times = timing.decode_times(work, steady.contexts, planned)
-            yield times.sampled_ns - 1
-            ended = steady.complete(times)
-            self.now = self._ran_ns = times.sampled_ns
-            self._log(planned, work, work.decode_tokens, 0, times)
-            for sequence in ended:
-                choice = self._choices[sequence.seq_id]
-                choice.answer.token_ns += self.steps.sampled_ns[self._first_steady :]
-                self._end(choice)
+        while timing is not None and (steps := self._next_steps(timing)):
+            self._under_way = steps
+            last = (yield from self._until_called(steps)) if len(steps) > 1 else 0
+            yield steps[last].sampled_ns - 1
+            self._take_steps(last + 1)
             yield self.now
             if self._inbox or not self.scheduler.has_work:
                 return True
         return False
 
-    def _catch_up(self) -> None:
-        """A run of steady steps is over, if one was under way."""
-        if self._steady is None:
+    def _until_called(self, steps: list[StepTimes]) -> Generator[int, int, int]:
+        """Let steps go by until something comes for the engine. Returns the number of the one that is the last then."""
+        came, until = self.now, steps[-1].sampled_ns - 1
+        self.is_idle = True
+        while not self._inbox and came < until:
+            came = yield min(until, max(self.now, self._next_ns()))
+        self.is_idle = False
+        return bisect_left(steps, came, key=sampled_ns)
+
+    def _take_steps(self, count: int) -> None:
+        """So many of the steps under way have ended."""
+        steps, self._under_way = self._under_way[:count], []
+        if not steps or self._steady is None:
             return
-        self._steady.catch_up()
+        planned, scheduler = self.now, self.scheduler
+        sequences = len(scheduler.running)
+        ended = self._steady.complete(steps)
+        self.now = self._ran_ns = steps[-1].sampled_ns
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        self.steps.add_decodes(planned, steps, sequences, running, waiting, self._steady.held)
+        for sequence in ended:
+            self._end(self._choices[sequence.seq_id])
+
+    def _catch_up(self) -> None:
+        """Bring the sequences of a run of steps up to date, if one is under way."""
+        for sequence in () if self._steady is None else self._steady.catch_up():
+            self._drawn[sequence.seq_id] = [EOS]
+
+    def _end_run(self, steps: int) -> None:
+        """The run of steps is over, if one is under way, and its choices had a token in the first so many of all."""
         self._steady = None
-        tokens_ns = self.steps.sampled_ns[self._first_steady :]
-        for choice in self._choices.values() if tokens_ns else ():
-            if choice.sequence.status is Status.RUNNING:
-                choice.answer.token_ns += tokens_ns
+        for choice in self._choices.values():
+            if choice.since >= 0:
+                self._note_tokens(choice, steps)
                 if len(choice.answer.token_ns) == choice.until_last:
                     self._drawn[choice.sequence.seq_id] = [EOS]
+
+    def _note_tokens(self, choice: Choice, steps: int) -> None:
+        """Note the tokens that a choice had in the run of steps."""
+        if choice.since >= 0:
+            choice.answer.token_ns += self.steps.sampled_ns[choice.since : steps]
+            choice.since = -1
 
     def _wait(self, until: int) -> Generator[int, int, None]:
         """Wait because nothing could run, until that time or until something comes for the engine.
@@ -273,6 +316,7 @@ class Engine(ABC):
     def _end(self, choice: Choice) -> None:
         """Take a choice that the scheduler has ended out of the engine."""
         sequence, answer = choice.sequence, choice.answer
+        self._note_tokens(choice, len(self.steps))
         del self._choices[sequence.seq_id], self._drawn[sequence.seq_id]
         answer.finish_reason = sequence.finish_reason
         answer.ledger.mark_parts(sequence.ledger.phases_ns)
@@ -288,6 +332,7 @@ class Engine(ABC):
 
         What it had not taken up is lost with it: requests are handed over again, and those given up have ended.
         """
+        self._end_run(len(self.steps))
         self.steps.engines_lost += 1
         self._back_ns = died.back_ns
         if self.drafts is not None:

@@ -156,6 +156,8 @@ class Fleet:
         self._lives: list[Generator[int, int, None]] = []
         self._until: list[int] = []  # up to which each must hear of all that comes
         self._waits: list[tuple[int, int]] = []
+        self._told: set[int] = set()  # servers to which more is to come of what they were sent
+        self._ready: dict[str, tuple[int, list[int], list[Backend]]] = {}  # by role: those that are there, until when
         self._learning: dict[str, tuple[StepWork, int]] = {}  # of requests on servers: what each waits for, since when
         self._halfway: dict[str, tuple[Arrival, list[Answer]]] = {}  # requests of which the prompt is being computed
         for each in servers:
@@ -168,6 +170,7 @@ class Fleet:
         replica.server.now = replica.ready_ns
         replica.seen.name = str(len(self.replicas))
         self.replicas.append(replica)
+        self._ready.clear()
         self._lives.append(replica.server.life())
         self._until.append(NEVER)
         self._live(len(self.replicas) - 1)
@@ -230,11 +233,14 @@ class Fleet:
         self._expect(later)
         if self._sends is not None and not self._sends(arrival, now):
             return
-        for replica in self.replicas:
-            replica.server.receive(now)
+        self._receive(now)
         if self._scaling is not None:
             self._scale(self._scaling, now)
         self._begin(arrival, [], now)
+
+    def _receive(self, now: int) -> None:
+        """Have all servers know what has come to them, as routers see what their queues count."""
+        self._told = {at for at in sorted(self._told) if self.replicas[at].server.receive(now)}
 
     # --- where a request goes -----------------------------------------------------------------------
 
@@ -258,26 +264,37 @@ class Fleet:
 
     def _route(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
         """Send a request to a server of a role."""
-        ready = [
-            at for at, each in enumerate(self.replicas) if each.ready_ns <= now < each.left_ns and each.role == role
-        ]
+        ready, seen = self._ready_for(role, now)
         if not ready:
             self._refuse(arrival, answers, role, now)
             return
         classes = self.replicas[ready[0]].server.scheduler.config.classes
         ask = ask_of(arrival.request, classes, now - answers[0].arrived_ns if answers else 0)
         router = self._routers[role]
-        chosen = ready[router.choose(ask, [self.replicas[at].seen for at in ready])]
+        chosen = ready[router.choose(ask, seen)]
         replica = self.replicas[chosen]
         replica.routed += 1
         if router.learns:
             self._learning[arrival.request.request_id] = replica.seen.sent(ask), now
         is_known = bool(answers)
         found = replica.server.accept(arrival, now, answers)
+        self._told.add(chosen)
         if not is_known:
             self._keep(found)
         if replica.server.is_idle and now < self._until[chosen]:
             self._advance(chosen, now)
+
+    def _ready_for(self, role: str, now: int) -> tuple[list[int], list[Backend]]:
+        """The servers of a role that take requests now: their numbers, and what routers see of them."""
+        until, ready, seen = self._ready.get(role, (0, [], []))
+        if until <= now:
+            alike = [(at, each) for at, each in enumerate(self.replicas) if each.role == role]
+            ready = [at for at, each in alike if each.ready_ns <= now < each.left_ns]
+            seen = [self.replicas[at].seen for at in ready]
+            changes = [at_ns for _, each in alike for at_ns in (each.ready_ns, each.left_ns) if at_ns > now]
+            until = min(changes, default=NEVER)
+            self._ready[role] = until, ready, seen
+        return ready, seen
 
     def _refuse(self, arrival: Arrival, answers: list[Answer], role: str, now: int) -> None:
         """Refuse a request, because there is no server that could take it."""
@@ -316,6 +333,7 @@ class Fleet:
                 Answer(first.request_id, choice.index, first.prompt_len, first.arrived_ns) for choice in request.choices
             ]
             self._keep(answers)
+        self._receive(now)
         first.ledger.mark(Phase.KV_TRANSFER, now)
         for answer in answers:
             answer.ledger = _copy_of(first.ledger)
@@ -352,15 +370,17 @@ class Fleet:
             if replica.ready_ns > now or ready > 1:
                 ready -= replica.ready_ns <= now
                 replica.left_ns = now
+                self._ready.clear()
 
     def _fail(self, failure: Failure) -> None:
         """A server is gone; what it has not begun to answer goes to others."""
         now, at = failure.at_ns, failure.replica
         replica = self.replicas[at]
-        replica.server.receive(now)
+        self._receive(now)
         replica.failures += 1
         replica.seen.prefixes.clear()
         replica.ready_ns = max(replica.ready_ns, failure.back_ns)
+        self._ready.clear()
         unbegun = replica.server.fail(now)
         self._lives[at] = replica.server.life()
         self._live(at)

@@ -68,3 +68,26 @@ class StepLog:
         self.waiting.append(waiting)
         self.blocks.append(blocks)
         self.preempted.append(preempted)
+
+    def add_decodes(
+        self, planned_ns: int, steps: list[StepTimes], sequences: int, running: int, waiting: int, held: list[int]
+    ) -> None:
+        """Steps have run, one after the other, in which as many sequences decoded.
+
+        Args:
+            planned_ns: when the first was planned.
+            running: sequences at the end of the last.
+            held: blocks at the end of each.
+        """
+        count, sampled_ns = len(steps), [times.sampled_ns for times in steps]
+        alike = [sequences] * count
+        self.planned_ns.extend([planned_ns, *sampled_ns[:-1]])
+        self.launched_ns.extend([times.launched_ns for times in steps])
+        self.computed_ns.extend([times.computed_ns for times in steps])
+        self.sampled_ns.extend(sampled_ns)
+        self.tokens.extend(alike)
+        self.sequences.extend(alike)
+        self.running.extend([*alike[:-1], running])
+        self.waiting.extend([waiting] * count)
+        self.blocks.extend(held)
+        self.preempted.extend([0] * count)

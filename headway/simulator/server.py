@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from headway.policy.step.request import NEVER, FinishReason, check
 from headway.policy.step.scheduler import Scheduler
 from headway.simulator.answers import Answer, Present, in_words, over_in_words
 from headway.simulator.drafts import Drafts
-from headway.simulator.engine import Engine, Host, NextEngine
+from headway.simulator.engine import Engine, Host, NextEngine, sampled_ns
 from headway.simulator.log import StepLog
 from headway.simulator.timing import Timing
 from headway.simulator.traffic import Arrival
@@ -134,11 +135,12 @@ class Server(Engine):
     def _next_ns(self) -> int:
         return self._coming[0][0] if self._coming else NEVER
 
-    def receive(self, until: int) -> None:
-        """Handle all that comes to the API process up to `until`."""
+    def receive(self, until: int) -> bool:
+        """Handle all that comes to the API process up to `until`. Returns whether more is to come."""
         while self._coming and self._coming[0][0] <= until:
             when, _, event = heapq.heappop(self._coming)
             event(when)
+        return bool(self._coming)
 
     def _arrive(self, arrival: Arrival, later: Iterator[Arrival], now: int) -> None:
         self.expect(later)
@@ -251,7 +253,9 @@ class Server(Engine):
         Requests that had a token end with an error. Returns the others, which another server may begin.
         """
         assert self._next_engine is not None
+        self._take_steps(bisect_right(self._under_way, now, key=sampled_ns))
         self._catch_up()
+        self._end_run(len(self.steps))
         self.steps.engines_lost += 1
         lost, self._present = list(self._present.values()), {}
         self.scheduler, self.now = self._next_engine(), now

@@ -18,7 +18,7 @@ from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.step.step_time import StepWork
 
 CONTEXT = 16
-MOST_KNOWN = 10_000
+MOST_KNOWN = 10_000  # steps, and as many before them
 
 
 class Timing(Protocol):
@@ -40,6 +40,17 @@ class DecodeTiming(Timing, Protocol):
         """
 
 
+@runtime_checkable
+class ForeseenTiming(DecodeTiming, Protocol):
+    """A timing that may be asked for steps that are not taken after all: it always says the same of a step."""
+
+    def next_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int, most: int) -> list[StepTimes]:
+        """The times of the steps from this one on, at least of one and at most of so many.
+
+        Each is planned when the one before has ended, and has a token more of each sequence in its context.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """Every step takes the same time. Nanoseconds."""
@@ -51,6 +62,10 @@ class Fixed:
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         return StepTimes(now, now + self.step_ns, now + self.step_ns)
+
+    def next_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int, most: int) -> list[StepTimes]:
+        took = self.step_ns
+        return [StepTimes(now + at * took, now + (at + 1) * took, now + (at + 1) * took) for at in range(most)]
 
 
 @dataclass(slots=True)
@@ -71,6 +86,7 @@ class Predicted:
     alike: int = 1
     _windows: list[int] = field(init=False)
     _known: dict[tuple[Chunk, ...], tuple[int, int, int]] = field(init=False, default_factory=dict)
+    _known_before: dict[tuple[Chunk, ...], tuple[int, int, int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         windows = self.deployment.shape.sliding_windows
@@ -88,15 +104,33 @@ class Predicted:
         context = work.decode_context + count * (self.cached - 1)
         return self.times_of((self._decodes_of(count, context, work.repeated_context),), now)
 
+    def next_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int, most: int) -> list[StepTimes]:
+        steps: list[StepTimes] = []
+        count, context, repeated = work.decode_tokens, work.decode_context, work.repeated_context
+        of_each = [each + self.cached for each in contexts()] if self._windows else []
+        context += count * (self.cached - 1)
+        parts, alike_until = (0, 0, 0), -1  # steps up to that context are as long as the one before
+        for number in range(most):
+            if of_each:
+                parts = self._known_parts(tuple(self._decodes([each + number for each in of_each], repeated)))
+            elif context > alike_until:
+                chunk = self._decodes_of(count, context, repeated)
+                parts, alike_until = self._known_parts((chunk,)), (chunk.context + CONTEXT // 2) * count - 1
+            steps.append(_times(parts, now))
+            now, context = steps[-1].sampled_ns, context + count
+        return steps
+
     def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         """The times of a step of these chunks."""
+        return _times(self._known_parts(chunks), now)
+
+    def _known_parts(self, chunks: tuple[Chunk, ...]) -> tuple[int, int, int]:
         parts = self._known.get(chunks)
         if parts is None:
             if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            parts = self._known[chunks] = self._parts(chunks)
-        host_ns, forward_ns, sampling_ns = parts
-        return StepTimes(now + host_ns, now + host_ns + forward_ns, now + host_ns + forward_ns + sampling_ns)
+                self._known_before, self._known = self._known, {}
+            parts = self._known[chunks] = self._known_before.get(chunks) or self._parts(chunks)
+        return parts
 
     def _step(self, chunks: tuple[Chunk, ...]) -> TimeBreakdown:
         return self.deployment.step([replace(each, sequences=self.alike * each.sequences) for each in chunks])
@@ -138,6 +172,12 @@ class Predicted:
         return Chunk(1, mean, 1, count, min(mean, read_once(common)))
 
 
+def _times(parts: tuple[int, int, int], now: int) -> StepTimes:
+    """The times of a step that is planned now, of the nanoseconds of the host, the forward pass and the sampling."""
+    launched, forward, sampling = now + parts[0], parts[1], parts[2]
+    return StepTimes(launched, launched + forward, launched + forward + sampling)
+
+
 @dataclass(slots=True)
 class Staged(Predicted):
     """The steps of all batches of a pipeline: each goes through the slowest stage after those planned before it.
@@ -149,6 +189,9 @@ class Staged(Predicted):
     stages_ns: int = field(init=False, default=0)
     _free_ns: int = field(init=False, default=0)  # the slowest stage
     _paces: dict[tuple[Chunk, ...], int] = field(init=False, default_factory=dict)
+
+    def next_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int, most: int) -> list[StepTimes]:
+        return [self.decode_times(work, contexts, now)]  # another batch's step may come before the one behind it
 
     def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         begun = max(now, self._free_ns)

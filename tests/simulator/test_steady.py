@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.fault_worlds import World
 from headway.policy.admission.queue_bound import QueueLimits
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import kv_cache_groups
 from headway.policy.cache.sizing import PoolSize
+from headway.policy.fleet.routing import router_of
 from headway.policy.objectives.slo import SloPolicy
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.options import SchedulingOptions
@@ -24,13 +29,15 @@ from headway.policy.step.plan import StepPlan
 from headway.policy.step.recording import Record, RecordedScheduler, Step
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.step_time import StepWork
+from headway.simulator.answers import Answer
 from headway.simulator.deployed import ServerOptions, deploy
 from headway.simulator.engine import Host
+from headway.simulator.fleet import Failure, Fleet, Replica
 from headway.simulator.server import Server, simulate
-from headway.simulator.timing import Timing
-from headway.simulator.traffic import arrival
+from headway.simulator.timing import DecodeTiming, Timing
+from headway.simulator.traffic import Arrival, arrival
 
-US = 1000
+US, MS = 1000, 1_000_000
 Plans = dict[int, bytes]
 
 
@@ -46,6 +53,13 @@ class Linear:
         forward = round(spread * US * (400 + 20 * work.tokens + work.decode_context + work.logit_rows))
         return StepTimes(now + 7, now + 7 + forward, now + 12 + forward)
 
+    def next_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int, most: int) -> list[StepTimes]:
+        steps = [self.decode_times(work, contexts, now)]
+        while len(steps) < most:
+            work = work + StepWork(decode_context=work.decode_tokens)
+            steps.append(self.decode_times(work, contexts, steps[-1].sampled_ns))
+        return steps
+
 
 @dataclass
 class OfPlans:
@@ -55,6 +69,16 @@ class OfPlans:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         return self.timing.times(plan, now)
+
+
+@dataclass
+class OneByOne(OfPlans):
+    """The same, but one step after the other."""
+
+    timing: DecodeTiming
+
+    def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        return self.timing.decode_times(work, contexts, now)
 
 
 class Decided(Server):
@@ -92,6 +116,13 @@ def world(seed: int, timing: Timing) -> Decided:
     return server
 
 
+def said(answers: list[Answer]) -> list[Any]:
+    """All of each answer, with its ledger."""
+    ledgers = [(each.ledger.began_ns, each.ledger.last_ns, each.ledger.phases_ns) for each in answers]
+    others = [asdict(replace(each, ledger=None)) for each in answers]  # type: ignore[arg-type]
+    return list(zip(others, ledgers, strict=True))
+
+
 def state(server: Server) -> dict[str, Any]:
     """All that later decisions depend on, and all that is reported."""
     scheduler = server.scheduler
@@ -99,8 +130,7 @@ def state(server: Server) -> dict[str, Any]:
     promises = scheduler.policy.promises if isinstance(scheduler.policy, SloPolicy) else None
     return {
         "now": server.now,
-        "answers": [asdict(replace(each, ledger=None)) for each in server.answers],  # type: ignore[arg-type]
-        "ledgers": [(each.ledger.began_ns, each.ledger.last_ns, each.ledger.phases_ns) for each in server.answers],
+        "answers": said(server.answers),
         "steps": asdict(server.steps),
         "stalls": accounting.take_stalls(),
         "clocks": (accounting._decode.phases_ns, accounting._queue.phases_ns, accounting._steps),
@@ -128,6 +158,48 @@ def test_in_any_world_nothing_comes_out_otherwise(first):
     """Policies, classes with shares, pools that run out, choices, clients that go away: as in the fault campaign."""
     saved = [assert_same(world(seed, Linear()), world(seed, OfPlans(Linear()))) for seed in range(first, first + 20)]
     assert sum(count > 0 for count in saved) >= 10 and sum(saved) > 400, saved
+
+
+def fleet(seed: int, servers: int, ahead: bool, timing: Timing) -> Fleet:
+    """Servers that fail now and then, with clients who go away or send again, after all is done."""
+    rng = random.Random(seed)
+    options = SchedulingOptions(max_num_seqs=rng.choice([2, 8, 64]), scheduling_policy=rng.choice(["slo", "fcfs"]))
+    make = partial(options.scheduler, "cuda", PoolSize(rng.choice([20, 400]), 200))
+    host = Host(rng.randrange(MS), 100.0, rng.randrange(2 * US), rng.randrange(US), ahead)
+    replicas = [Replica(Server(make(), timing, QueueLimits(), host, None, None, make)) for _ in range(servers)]
+    numbers, at_ns, pause_ns = itertools.count(), 0, rng.choice([1, 10, 30]) * MS
+
+    def made(at_ns: int) -> Arrival:
+        leaves_ns = at_ns + rng.randrange(100 * MS) if rng.random() < 0.2 else None
+        sampling = {"n": rng.choice([1, 1, 1, 3]), "ignore_eos": rng.random() < 0.1}
+        prompt, most, output = (rng.randrange(1, 90) for _ in range(3))
+        return arrival(next(numbers), at_ns, prompt, most, output_len=output, cancel_ns=leaves_ns, sampling=sampling)
+
+    def after(answers: list[Answer]) -> list[Arrival]:
+        return [made(max(each.ended_ns for each in answers))] if rng.random() < 0.3 else []
+
+    coming = []
+    for _ in range(40):
+        at_ns += int(rng.expovariate(1.0) * pause_ns)
+        coming.append(made(at_ns))
+    fails_ns = sorted(rng.randrange(at_ns + 1) for _ in range(4))
+    failures = [Failure(each, rng.randrange(servers), each + rng.randrange(50 * MS)) for each in fails_ns]
+    done = Fleet(replicas, router_of("least-loaded", options.classes), after, failures=iter(failures))
+    done.run(coming)
+    return done
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.booleans(), st.booleans())
+def test_a_fleet_does_the_same_whether_steps_are_scheduled_or_taken_together(seed, servers, ahead, foreseen):
+    """What comes in between, requests, clients that leave or a failure, finds the steps that have ended by then."""
+    each = fleet(seed, servers, ahead, OfPlans(Linear()))
+    steady = fleet(seed, servers, ahead, Linear() if foreseen else OneByOne(Linear()))
+    for one, other in zip(each.servers, steady.servers, strict=True):
+        expected, found = state(one), state(other)
+        for name, value in expected.items():
+            assert value == found[name], name
+    assert said(each.answers) == said(steady.answers)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b"])  # the latter's windows need each context

@@ -222,14 +222,14 @@ class CachedBlocks:
         left = count
         while left:
             owner, queue, reason, alike = self._next()
-            taken = queue.take(min(left, alike))
+            taken = queue.take(left if left < alike else alike)
             if queue is self._protected:
                 owner = self.owners[taken[0]]
                 self.forget(taken[0])
             elif queue is self._passed:
                 for block in taken:
                     self._is_passed[block] = 0
-            elif not queue:
+            elif left >= alike and not queue:
                 del self._queues[owner]
             self.evictions[owner, reason] += len(taken)
             given_up += taken
@@ -242,7 +242,7 @@ class CachedBlocks:
 
     def _next(self) -> tuple[str, Queue, str, int]:
         """The class and the queue whose head goes next, the reason, and for how many blocks at least it holds."""
-        if num_passed := len(self._passed):
+        if self._passed._order and (num_passed := len(self._passed)):
             return COMMON, self._passed, "passed", num_passed
         if self.num_protected and self._protected and self._time - self.since[self._protected.first()] > self._lifetime:
             return COMMON, self._protected, "expired", 1

@@ -134,10 +134,14 @@ class Backend:
     _answers: int = 0
 
     @property
+    def crowd(self) -> float:
+        """Choices with the one that comes, by weight."""
+        return (self.queues.of_all.choices + 1) / (self.weight * self.share)
+
+    @property
     def load(self) -> tuple[float, float]:
-        """Choices with the one that comes, and prompt tokens without output, each by weight."""
-        weight, of_all = self.weight * self.share, self.queues.of_all
-        return (of_all.choices + 1) / weight, of_all.tokens / weight
+        """The crowd, and prompt tokens without output by weight."""
+        return self.crowd, self.queues.of_all.tokens / (self.weight * self.share)
 
     def cached_share(self, ask: Ask) -> float:
         """The share of a prompt that the backend should find in its prefix cache."""

@@ -62,7 +62,7 @@ class LeastLoaded(Scorer):
     """Prefers backends with few choices by weight."""
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        return [1.0 / (1.0 + each.load[0]) for each in backends]
+        return [1.0 / (1.0 + each.crowd) for each in backends]
 
 
 class PrefixAffinity(Scorer):
@@ -98,10 +98,10 @@ class PrefixHits(Scorer):
     learns = True
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        mean = sum([each.load[0] for each in backends]) / len(backends)
+        mean = sum([each.crowd for each in backends]) / len(backends)
         most = MOST_OF_MEAN * mean
         return [
-            each.cached_share(ask) if each.load[0] <= max(UNPRESSED / each.weight, most) else 0.0 for each in backends
+            each.cached_share(ask) if each.crowd <= max(UNPRESSED / each.weight, most) else 0.0 for each in backends
         ]
 
 

@@ -296,7 +296,7 @@ class SloPolicy(SchedulingPolicy):
         return self.window.num_opened
 
     def is_steady(self, running: Iterable[Sequence]) -> bool:
-        return not self.shares.most and len({is_promised(sequence) for sequence in running}) <= 1
+        return not self.shares.most and len({each.due_ns == NEVER == each.tpot_ns for each in running}) <= 1
 
     def steady_step(self) -> None:
         self.promises.has_no_prompts()

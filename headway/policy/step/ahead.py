@@ -33,17 +33,11 @@ class Lookahead:
             type(scheduler) is Scheduler
             and number == plan.num_tokens == plan.work.decode_tokens == len(running)
             and not (scheduler.has_drafts or scheduler.config.weights)
-            and self._admits_nobody()
+            and admits_nobody(scheduler)
             and scheduler.blocks.checkpoints is None
             and not any(each.params.without_drafts or each.params.logprobs is not None for each in running)
             and scheduler.policy.is_steady(running)
         )
-
-    def _admits_nobody(self) -> bool:
-        """Whether no step has room for those who wait, if anybody does, until a sequence ends."""
-        scheduler, sequences = self._scheduler, self._scheduler.sequences
-        is_full = sequences.seats >= scheduler.config.max_num_seqs and not sequences.unserved
-        return not len(sequences.waiting) or (is_full and scheduler.policy.queue_waits_for_seats)
 
     def behind(self, plan: StepPlan) -> StepPlan | None:
         """The step behind one that has not ended, and that may be followed; None where that needs a look."""
@@ -77,3 +71,10 @@ class Lookahead:
         if step_time.is_trained:
             decision.predicted_ns = step_time.predict_ns(ahead.work)
         scheduler.decisions.append(decision)
+
+
+def admits_nobody(scheduler: Scheduler) -> bool:
+    """Whether no step has room for those who wait, if anybody does, until a sequence ends."""
+    sequences = scheduler.sequences
+    is_full = sequences.seats >= scheduler.config.max_num_seqs and not sequences.unserved
+    return not len(sequences.waiting) or (is_full and scheduler.policy.queue_waits_for_seats)

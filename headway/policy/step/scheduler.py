@@ -161,13 +161,13 @@ class Scheduler:
     def _begin(self, now: int) -> Step:
         """End sequences that have waited too long, and sort those that run into decodes and prompts."""
         sequences = self.sequences
-        step = Step(now, sequences, [], [], StepPlan(), Decision(now))
+        step = Step(now, sequences, list(sequences.running), [], StepPlan(), Decision(now))
         if sequences.unserved:
             for sequence in sequences.unserved.expired(now):
                 step.end(sequence, FinishReason.TIMEOUT)
-        step.decoding = [sequence for sequence in sequences.running if sequence.is_decoding]
-        if len(step.decoding) < len(sequences.running):
-            step.prompts = [sequence for sequence in sequences.running if not sequence.is_decoding]
+        if not self.accounting.all_decode(len(step.decoding)):
+            step.prompts = [sequence for sequence in step.decoding if not sequence.is_decoding]
+            step.decoding = [sequence for sequence in step.decoding if sequence.is_decoding]
         return step
 
     def _settle_who_decodes(self, step: Step) -> None:
