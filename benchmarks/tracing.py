@@ -3,9 +3,11 @@ its kernels, under the same load.
 
     python -m benchmarks.tracing --rounds 9
 
-All servers stay up and are stopped (SIGSTOP) while another one is measured; each load is put on all of them, one right
-after the other, before the next. Spans go to a collector on this machine that drops them, so its work counts as cost,
-too. Requests are short: a trace costs the same for a long one.
+All servers of a round are stopped (SIGSTOP) while another one is measured; each load is put on all of them, one right
+after the other, before the next. Servers that do the same differ by some percent, by where their memory lies. So each
+round starts new ones, in another order, and has a second one without traces, whose column says what chance does. Spans
+go to a collector on this machine that drops them, so its work counts as cost, too. Requests are short: a trace costs
+the same for a long one.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from benchmarks.served import MEASURES, Losses, opened, put_load
 from benchmarks.servers import CHECKPOINTS, Server, Settings, running
 from benchmarks.weights import write_weights
 
-OFF, KERNELS = "off", "kernels timed"
+OFF, KERNELS, AGAIN = "off", "kernels timed", "off again"
 SHARES = {"1 %": "0.01", "10 %": "0.1", "100 %": "1"}
 CPU = "cpu_ms"
 SHOWN = {**MEASURES, CPU: "processor time of a request, ms"}
-CONTESTANTS = (OFF, *SHARES, KERNELS)
+CONTESTANTS = (OFF, *SHARES, KERNELS, AGAIN)
 
 
 class _Drops(http.server.BaseHTTPRequestHandler):
@@ -133,26 +135,26 @@ def report(arguments: argparse.Namespace, rounds: Rounds, losses: Losses) -> dic
 def run(arguments: argparse.Namespace) -> None:
     settings = Settings(arguments.shape, arguments.threads, 2 * (arguments.input_len + arguments.output_len), 64)
     tokenizer = write_weights(arguments.shape, CHECKPOINTS)
-    rounds, losses = Rounds(), Losses()
-    with ExitStack() as stack:
-        address = stack.enter_context(collector())
-        order = [
-            stack.enter_context(running(name, sys.executable, settings, "headway", flags_of(name, address)))
-            for name in CONTESTANTS
-        ]
-        opening = Load("opening", arguments.input_len, arguments.output_len, prompts=64, streams=arguments.streams)
-        for server in order:
-            losses.attempt(server.name, partial(opened, HEADWAY, server, opening, tokenizer, arguments.output_len))
-        for number_of_round in range(1, arguments.rounds + 1):
+    rounds, losses, order = Rounds(), Losses(), CONTESTANTS
+    opening = Load("opening", arguments.input_len, arguments.output_len, prompts=64, streams=arguments.streams)
+    for number_of_round in range(1, arguments.rounds + 1):
+        with ExitStack() as stack:
+            address = stack.enter_context(collector())
+            servers = [
+                stack.enter_context(running(name, sys.executable, settings, "headway", flags_of(name, address)))
+                for name in order
+            ]
+            for server in servers:
+                losses.attempt(server.name, partial(opened, HEADWAY, server, opening, tokenizer, arguments.output_len))
             for load in loads(arguments):
-                for server in order:
+                for server in servers:
                     found = losses.attempt(server.name, partial(measured, server, load, tokenizer, number_of_round))
                     if found is not None:
                         rounds.add(load.label, server.name, found)
                         rate = number(found["output_throughput"])
                         print(f"round {number_of_round}: {load.label}: {server.name} {rate} tokens/s", file=sys.stderr)
-                order = [*order[1:], *order[:1]]  # nobody always comes first
-            save(report(arguments, rounds, losses), arguments.output)
+        order = (*order[1:], *order[:1])  # nobody always comes first
+        save(report(arguments, rounds, losses), arguments.output)
     print(table(rounds))
     if losses.died:
         sys.exit("\n\n".join(map(str, losses.died.values())))

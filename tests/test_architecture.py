@@ -433,7 +433,7 @@ BROUGHT_ALONG = {"triton", "llvmlite", "pydantic_core"}
 
 def test_every_imported_package_is_a_declared_dependency() -> None:
     extras = project()["optional-dependencies"]
-    declared = [*project()["dependencies"], *extras["serve"], *extras["otel"], *extras["redis"], *extras["ray"]]
+    declared = [*project()["dependencies"], *extras["serve"], *extras["redis"], *extras["ray"]]
     assert not undeclared(OF_THE_EXTRA, declared) - BROUGHT_ALONG
     others = {p.relative_to(PACKAGE).parts[0] for p in modules()} - OF_THE_EXTRA
     assert not undeclared(others, project()["dependencies"])

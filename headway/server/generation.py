@@ -14,6 +14,7 @@ from headway.engine.messages import AddRequest, SequenceOutput
 from headway.outputs.choices import Piece, TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.cache.handle import Handle
+from headway.policy.step.ledger import Phase
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.choices import ServedChoice
@@ -385,23 +386,24 @@ class Generation:
             self._count(self.choices[at : at + IN_ONE_TURN])
 
     def _count(self, choices: list[ServedChoice]) -> None:
+        parent = parent_in(self._headers) if self._service.when_ended else None
         for choice in choices:
+            phases_ns = _closed(choice)
             self._metrics.on_finish(
                 choice.finish_reason or "abort",
                 choice.stamps,
                 len(choice.prompt.token_ids),
                 choice.num_tokens,
                 choice.timings,
+                phases_ns,
                 self.terms,
             )
-        if self._service.when_ended:
-            parent = parent_in(self._headers)
-            for choice in choices:
-                ended = self._ended_choice(parent, choice)
+            if parent is not None:
+                ended = self._ended_choice(parent, choice, phases_ns)
                 for tell in self._service.when_ended:
                     tell(ended)
 
-    def _ended_choice(self, parent: TraceParent, choice: ServedChoice) -> Ended:
+    def _ended_choice(self, parent: TraceParent, choice: ServedChoice, phases_ns: Mapping[Phase, int]) -> Ended:
         reason = choice.finish_reason or "abort"
         failed = self._failed or reason not in ("stop", "length", "abort")
         return Ended(
@@ -413,6 +415,7 @@ class Generation:
             reason,
             choice.stamps,
             choice.timings,
+            {str(phase): length for phase, length in phases_ns.items()},
             len(choice.prompt.token_ids),
             choice.cached_tokens,
             choice.num_tokens,
@@ -422,3 +425,10 @@ class Generation:
             reason if failed else "",
             self._headers.get("x-request-id", ""),
         )
+
+
+def _closed(choice: ServedChoice) -> Mapping[Phase, int]:
+    """The closed ledger of a choice, without `send`; empty where the engine's part is not known."""
+    if choice.timings is None:
+        return {}
+    return ChoiceTimings(choice.stamps, choice.timings, choice.num_tokens).ledger.phases_ns

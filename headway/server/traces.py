@@ -11,22 +11,23 @@ from __future__ import annotations
 import os
 import random
 import re
+import struct
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import Any
 
 from headway import __version__
 from headway.server.aside import LONGEST_S, Aside
 from headway.server.ended import Ended
 
-if TYPE_CHECKING:
-    from opentelemetry.proto.common.v1.common_pb2 import KeyValue
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
-
 PATH = "/v1/traces"
 TIMEOUT_S = LONGEST_S
+EVERY_S = 5.0
+# A span's id, its beginning and its end, with the tags of the latter two.
+_TIMES = struct.Struct("<QcQcQ").pack
 
 
 class Tracer(Aside):
@@ -45,132 +46,175 @@ class Tracer(Aside):
     def __init__(
         self, endpoint: str, share: float = 1.0, headers: Mapping[str, str] | None = None, resource: str = ""
     ) -> None:
-        super().__init__("traces")
+        super().__init__("traces", EVERY_S)
         self._url = endpoint if re.search(r"\w/.", endpoint.partition("://")[2]) else endpoint.rstrip("/") + PATH
         self._share, self._headers = share, dict(headers or {})
-        self._resource = {"service.name": "headway", "service.version": __version__} | _pairs(resource)
+        about = {"service.name": "headway", "service.version": __version__} | _pairs(resource)
+        self._resource = _field(0x0A, b"".join(_attribute(key, value, 0x0A) for key, value in about.items()))
         self.sent = 0
 
     def is_kept(self, ended: Ended) -> bool:
         """Whether a request is sent: by the trace's id, so that all servers of a trace decide alike."""
-        if ended.error or not all(ended.verdicts.values()):
+        if ended.parent.sampled and int.from_bytes(ended.parent.trace_id[-7:]) < self._share * 2**56:
             return True
-        return ended.parent.sampled and int.from_bytes(ended.parent.trace_id[-7:]) < self._share * 2**56
+        return bool(ended.error) or not all(ended.verdicts.values())
+
+    def ended(self, ended: Ended) -> None:
+        if self.is_kept(ended):
+            super().ended(ended)
 
     def handle(self, taken: list[Ended]) -> None:
-        if kept := [each for each in taken if self.is_kept(each)]:
-            self._post(kept)
-
-    def _post(self, kept: list[Ended]) -> None:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        request = ExportTraceServiceRequest()
-        of_resource = request.resource_spans.add()
-        of_resource.resource.attributes.extend(_attributes(self._resource))
-        scope = of_resource.scope_spans.add()
-        scope.scope.name, scope.scope.version = "headway", __version__
         offset = time.time_ns() - time.monotonic_ns()
-        for each in kept:
-            scope.spans.extend(_spans(each, offset))
-        headers = {"content-type": "application/x-protobuf", **self._headers}
-        posted = urllib.request.Request(self._url, request.SerializeToString(), headers)
+        spans = [span for each in taken for span in _spans(each, offset)]
+        body = _field(0x0A, self._resource + _field(0x12, _SCOPE + b"".join(spans)))
+        posted = urllib.request.Request(self._url, body, {"content-type": "application/x-protobuf", **self._headers})
         try:
             with urllib.request.urlopen(posted, timeout=TIMEOUT_S):
-                self.sent += len(scope.spans)
+                self.sent += len(spans)
         except (OSError, ValueError) as error:
-            self.dropped += len(scope.spans)
-            self.complain("%d spans could not be sent to %s: %s", len(scope.spans), self._url, error)
+            self.dropped += len(spans)
+            self.complain("%d spans could not be sent to %s: %s", len(spans), self._url, error)
 
 
-def _spans(ended: Ended, offset: int) -> Iterator[Span]:
-    """The span of a choice, and below it one for each phase.
+def _spans(ended: Ended, offset: int) -> list[bytes]:
+    """The span of a choice, and below it one for each phase, as fields of ScopeSpans.
 
     Args:
         offset: what is added to time.monotonic_ns() for the time since 1970.
     """
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-
     stamps, parent = ended.stamps, ended.parent
     began = at = stamps.arrived_ns + offset
-    root = Span(
-        trace_id=parent.trace_id,
-        span_id=random.randbytes(8),
-        parent_span_id=parent.span_id,
-        name=f"{ended.operation} {ended.model}",
-        kind=Span.SPAN_KIND_SERVER,
-        start_time_unix_nano=began,
-        attributes=_attributes(_described(ended)),
-    )
-    if ended.error:
-        root.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=ended.error))
-    if stamps.first_token_ns:
-        root.events.add(name="headway.first_token", time_unix_nano=stamps.first_token_ns + offset)
+    trace = b"\x0a\x10" + parent.trace_id
+    span_id = 1 + random.getrandbits(63)  # those of phases count on from it
+    below = trace + b"\x22\x08" + span_id.to_bytes(8, "little") + b"\x12\x08"
     phases = []
-    for phase, length in ended.phases_ns.items():
-        phases.append(
-            Span(
-                trace_id=parent.trace_id,
-                span_id=random.randbytes(8),
-                parent_span_id=root.span_id,
-                name=f"headway.{phase}",
-                kind=Span.SPAN_KIND_INTERNAL,
-                start_time_unix_nano=at,
-                end_time_unix_nano=at + length,
-            )
-        )
+    for number, (phase, length) in enumerate(ended.phases_ns.items(), span_id + 1):
+        phases.append(_phase(phase) + below + _TIMES(number, b"\x39", at, b"\x41", at + length))
         at += length
-    root.end_time_unix_nano = at if phases else max(began, ended.ended_ns + offset)
-    yield root
-    yield from phases
+    if not phases:
+        at = max(began, ended.ended_ns + offset)
+    own = [trace, b"\x12\x08", _TIMES(span_id, b"\x39", began, b"\x41", at), *_described(ended)]
+    if parent.span_id:
+        own.append(_field(0x22, parent.span_id))
+    if stamps.first_token_ns:
+        own += _EVENT, (stamps.first_token_ns + offset).to_bytes(8, "little"), _EVENT_NAME
+    return [_field(0x12, b"".join(own)), *phases]
 
 
-def _described(ended: Ended) -> dict[str, Any]:
-    """The attributes of a choice's span. Those that are None are left out."""
-    params, stamps, timings = ended.params, ended.stamps, ended.timings
-    tpot_ns = stamps.tpot_ns(ended.tokens)
-    verdicts = ended.verdicts
-    return {
-        "gen_ai.operation.name": ended.operation,
+@cache
+def _phase(phase: str) -> bytes:
+    """What spans of a phase begin with: tag and length, name, and kind INTERNAL. IDs and times have 56 bytes."""
+    named = _field(0x2A, f"headway.{phase}") + b"\x30\x01"
+    return b"\x12" + _varint(len(named) + 56) + named
+
+
+def _described(ended: Ended) -> Iterator[bytes]:
+    """What the span of a choice says beside its times. What many choices have in common is encoded once."""
+    params, terms, timings = ended.params, ended.terms, ended.timings
+    yield _common(
+        (ended.operation, ended.model, ended.reason, ended.error, terms.service.name, terms.tenant),
+        (params.max_tokens, params.temperature, params.top_p),
+        (params.n, ended.index),
+        *ended.verdicts.items(),
+    )
+    yield _number("gen_ai.usage.input_tokens", ended.prompt_tokens)
+    yield _number("gen_ai.usage.output_tokens", ended.tokens)
+    yield _number("headway.usage.cached_tokens", ended.cached_tokens)
+    if timings is not None:
+        yield _number("headway.steps", timings.steps)
+        yield _number("headway.preemptions", timings.preemptions)
+    name = ended.name.encode()
+    yield _before("gen_ai.response.id", bytes((0x0A, len(name))), len(name)) + name
+    if ended.ttft_ns is not None:
+        yield _duration("headway.ttft_ns", ended.ttft_ns)
+    if (tpot_ns := ended.stamps.tpot_ns(ended.tokens)) is not None:
+        yield _duration("headway.tpot_ns", round(tpot_ns))
+
+
+@lru_cache(1024)
+def _common(
+    names: tuple[str, ...], asked: tuple[float | None, ...], of_choices: tuple[int, int], *verdicts: tuple[str, bool]
+) -> bytes:
+    """Name, kind SERVER, status, and those attributes of a choice that many have alike."""
+    operation, model, reason, error, service_class, tenant = names
+    max_tokens, temperature, top_p = asked
+    choices, index = of_choices
+    attributes = {
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "headway",
-        "gen_ai.request.model": ended.model,
-        "gen_ai.response.model": ended.model,
-        "gen_ai.response.id": ended.name,
-        "gen_ai.response.finish_reasons": [ended.reason],
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-        "gen_ai.usage.input_tokens": ended.prompt_tokens,
-        "gen_ai.usage.output_tokens": ended.tokens,
-        "headway.choice.index": ended.index if params.n > 1 else None,
-        "headway.usage.cached_tokens": ended.cached_tokens,
-        "headway.service_class": ended.terms.service.name,
-        "headway.tenant": ended.terms.tenant,
-        "headway.ttft_ns": ended.ttft_ns,
-        "headway.tpot_ns": None if tpot_ns is None else round(tpot_ns),
-        "headway.ttft_met": verdicts.get("ttft"),
-        "headway.tpot_met": verdicts.get("tpot"),
-        "headway.e2e_met": verdicts.get("e2e"),
-        "headway.steps": None if timings is None else timings.steps,
-        "headway.preemptions": None if timings is None else timings.preemptions,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": (reason,),
+        "gen_ai.request.max_tokens": max_tokens,
+        "gen_ai.request.temperature": temperature,
+        "gen_ai.request.top_p": top_p,
+        "headway.service_class": service_class,
+        "headway.tenant": tenant,
+        **{f"headway.{objective}_met": met for objective, met in verdicts},
     }
+    if choices > 1:
+        attributes |= {"gen_ai.request.choice.count": choices, "headway.choice.index": index}
+    status = _field(0x7A, _field(0x12, error) + b"\x18\x02") if error else b""
+    encoded = (_attribute(key, value) for key, value in attributes.items() if value is not None)
+    return _field(0x2A, f"{operation} {model}") + b"\x30\x02" + status + b"".join(encoded)
 
 
-def _attributes(values: Mapping[str, Any]) -> list[KeyValue]:
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+def _duration(key: str, value: int) -> bytes:
+    """An attribute whose value hardly comes twice."""
+    encoded = _varint(value)
+    return _before(key, b"\x18", len(encoded)) + encoded
 
-    def value(given: Any) -> AnyValue:
-        if isinstance(given, bool):
-            return AnyValue(bool_value=given)
-        if isinstance(given, int):
-            return AnyValue(int_value=given)
-        if isinstance(given, float):
-            return AnyValue(double_value=given)
-        if isinstance(given, list):
-            return AnyValue(array_value=ArrayValue(values=[value(each) for each in given]))
-        return AnyValue(string_value=str(given))
 
-    return [KeyValue(key=key, value=value(given)) for key, given in values.items() if given is not None]
+@cache
+def _before(key: str, tag: bytes, size: int) -> bytes:
+    """What an attribute has before the last `size` bytes, which are its value."""
+    key_and_tag = _field(0x0A, key) + bytes((0x12, len(tag) + size)) + tag
+    return bytes((0x4A, len(key_and_tag) + size)) + key_and_tag
+
+
+def _attribute(key: str, value: Any, tag: int = 0x4A) -> bytes:
+    """An attribute of a span, or with tag 0x0A of a resource."""
+    return _field(tag, _field(0x0A, key) + _field(0x12, _value(value)))
+
+
+_number = lru_cache(4096)(_attribute)
+
+
+def _value(value: Any) -> bytes:
+    match value:
+        case str():
+            return _field(0x0A, value)
+        case bool():
+            return b"\x10" + _varint(value)
+        case int():
+            return b"\x18" + _varint(value)
+        case float():
+            return b"\x21" + struct.pack("<d", value)
+    return _field(0x2A, b"".join(_field(0x0A, _value(each)) for each in value))
+
+
+def _field(tag: int, content: bytes | str) -> bytes:
+    """A field of protobuf that has a length: a text, bytes or a message. Its tag is 8 * the field's number + 2."""
+    if isinstance(content, str):
+        content = content.encode(errors="replace")
+    size = len(content)
+    return (bytes((tag, size)) if size < 128 else bytes((tag, *_varint(size)))) + content
+
+
+def _varint(value: int) -> bytes:
+    """A number of at least 0 as protobuf has it: 7 bits a byte, the lowest first."""
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+# The event of the first token, around its time.
+_EVENT_NAME = _field(0x12, "headway.first_token")
+_EVENT = bytes((0x5A, 9 + len(_EVENT_NAME), 0x09))
+_SCOPE = _field(0x0A, _field(0x0A, "headway") + _field(0x12, __version__))
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from benchmarks.rounds import Rounds
 
 def test_contestants_differ_by_what_is_watched_alone() -> None:
     asked = {name: tracing.flags_of(name, "http://there") for name in tracing.CONTESTANTS}
-    assert asked[tracing.OFF] == asked[tracing.KERNELS] == []
+    assert asked[tracing.OFF] == asked[tracing.KERNELS] == asked[tracing.AGAIN] == []
     assert [each[-1] for each in asked.values() if each] == ["0.01", "0.1", "1"]
     closed, opened = tracing.loads(tracing.parse(["--prompts", "50", "--rate", "4"]))
     assert (closed.streams, closed.rate, opened.streams, opened.rate) == (8, None, None, 4.0)
@@ -63,7 +63,7 @@ def test_a_sitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     printed = capsys.readouterr().out
     assert (
         printed.count("| output tokens/s |") == 2
-        and "| 8 streams | off | 1 % | 10 % | 100 % | kernels timed |" in printed
+        and "| 8 streams | off | 1 % | 10 % | 100 % | kernels timed | off again |" in printed
     )
     kept = json.loads((tmp_path / "tracing.json").read_text())
     assert kept["died"] == {} and set(kept["values"]["8 streams"]) == set(tracing.CONTESTANTS)

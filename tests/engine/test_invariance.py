@@ -41,7 +41,7 @@ _FAMILIES = {
 }
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(32)]
+PROMPTS = [[(7 * i + 3 * j) % 500 + 5 for j in range(9 + 5 * i)] for i in range(20)]
 
 
 class Model(NamedTuple):
@@ -147,15 +147,15 @@ def alone(model: Model) -> list[list[int]]:
 
 def test_in_a_batch(model: Model, alone: list[list[int]]) -> None:
     assert tokens_of(build(model, max_num_batched_tokens=4096), PROMPTS) == alone
-    assert len({tuple(tokens) for tokens in alone}) > 16, (
+    assert len({tuple(tokens) for tokens in alone}) > 12, (
         "the model says the same to everything: the test shows nothing"
     )
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+@pytest.mark.parametrize("budget", [1, pytest.param(3, marks=pytest.mark.slow), 7, 64])
 def test_chunked_at_any_size(model: Model, alone: list[list[int]], budget: int) -> None:
     llm = build(model, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4))
-    assert tokens_of(llm, PROMPTS[:12] if budget < 7 else PROMPTS) == alone[: 12 if budget < 7 else 32]
+    assert tokens_of(llm, PROMPTS[:12] if budget < 7 else PROMPTS) == alone[: 12 if budget < 7 else 20]
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
@@ -165,7 +165,7 @@ def test_with_other_block_sizes(model: Model, alone: list[list[int]], block_size
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching: bool) -> None:
-    # Room for 480 tokens where the batch wants 3,600.
+    # Room for 480 tokens where the batch wants 1,600.
     llm = build(model, kv_cache_memory=480 * model.token_bytes, max_num_seqs=32, enable_prefix_caching=caching)
     assert tokens_of(llm, PROMPTS) == alone
     assert llm.engine.core.scheduler.sequences.num_preemptions > 0

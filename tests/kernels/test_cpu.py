@@ -186,7 +186,7 @@ def test_attention_of_any_step(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "block_size"), [(14, 2, 64, 16), (4, 4, 80, 8), (8, 1, 24, 64), (4, 2, 128, 32)]

@@ -18,6 +18,12 @@ from tests.kernels.tile_sums import products_of_tiles, sums_of_tiles
 pytestmark = pytest.mark.timeout(600)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Dtypes differ in how numbers are loaded and stored, whatever the scheme; each pair of both takes seconds to compile.
+CASES = [
+    pytest.param(scheme, dtype, marks=pytest.mark.slow if dtype is torch.float16 and scheme != "none" else ())
+    for dtype in DTYPES
+    for scheme in QUANTIZATIONS
+]
 needs_tiles = pytest.mark.skipif(not has_matrix_tiles(), reason="no AMX, or the system refuses it")
 # Around every change of path: tiles of up to six tokens, passes that fetch ahead, chunks of sums.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 24, 25, 33, 48, 49, 65, 100, 257, 300]
@@ -46,8 +52,7 @@ def rounded(x: Tensor, quantization: str) -> Tensor:
     return (whole * (best.double() / largest)).flatten(1)[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_linear(quantization: str, dtype: torch.dtype, out: int, width: int) -> None:
     """The product of the weights as they were packed and of the activations as they are rounded."""
@@ -63,8 +68,7 @@ def test_linear(quantization: str, dtype: torch.dtype, out: int, width: int) -> 
             assert relative_error(linear(x[:tokens]), total[:tokens]) < ROUNDING[dtype], tokens
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
 def test_how_much_quantising_loses(quantization: str, dtype: torch.dtype) -> None:
     """On normal weights and activations, enough of them for chance to play no part."""
     weight, x = random(0, dtype, 1003, 1500), random(2, dtype, 40, 1500)
@@ -72,8 +76,7 @@ def test_how_much_quantising_loses(quantization: str, dtype: torch.dtype) -> Non
     assert relative_error(got, F.linear(x.double(), weight.double())) < ROUNDING[dtype] + QUANTISING[quantization]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["int8", "int8-weight-only"])
+@pytest.mark.parametrize(("scheme", "dtype"), [each for each in CASES if "int8" in str(each.values[0])])
 def test_a_weight_that_was_packed_before(scheme: str, dtype: torch.dtype) -> None:
     """Its rows are the whole numbers times their scales, and so are its products."""
     whole = torch.randint(-128, 128, (130, 300), generator=torch.Generator().manual_seed(0)).to(torch.int8)
@@ -111,8 +114,7 @@ def test_a_row_that_is_not_whole_words_is_filled_up(dtype: torch.dtype) -> None:
     assert torch.equal(linear.rows(torch.tensor([29, 3])), weight[[29, 3]])
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("features", "width"), [(32, 96), (100, 64), (7, 96), (7, 5)])
 def test_gate(quantization: str, dtype: torch.dtype, biased: bool, features: int, width: int) -> None:
@@ -129,8 +131,7 @@ def test_gate(quantization: str, dtype: torch.dtype, biased: bool, features: int
     assert relative_error(got, F.silu(gate) * up) < 2 * ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
 def test_rows(quantization: str, dtype: torch.dtype) -> None:
     """What was packed comes out again: as it was, or off by half a step of its scale."""
     weight = random(0, dtype, 203, 66)
@@ -146,8 +147,7 @@ def test_rows(quantization: str, dtype: torch.dtype) -> None:
         assert ((rows.double() - wide).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("quantization", "dtype"), [each for each in CASES if torch.float32 not in each.values])
 def test_wide_results_are_the_sums_before_they_are_rounded(quantization: str, dtype: torch.dtype) -> None:
     weight, bias, x = random(0, dtype, 203, 1030), random(1, dtype, 203), random(2, dtype, 65, 1030)
     dense = CpuKernels().linear(Weight(weight.float(), quantization), None).rows(torch.arange(203)).double()
@@ -159,8 +159,7 @@ def test_wide_results_are_the_sums_before_they_are_rounded(quantization: str, dt
         assert torch.equal(result.to(dtype), linear(x[:tokens])) and torch.equal(result[:1], alone)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
 def test_a_token_s_result_depends_on_nothing_else(quantization: str, dtype: torch.dtype) -> None:
     """Equal, bit for bit, alone and among any number of others, with one thread and with several."""
     weight, bias = random(0, dtype, 1237, 1024), random(1, dtype, 1237)

@@ -18,6 +18,7 @@ from headway.kernels.weights import SILU, Weight
 from tests.kernels.steps import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDED = [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)]  # each scheme of each is compiled for a second
 # Rows and inputs around panels of 64 rows, lines of 64 bytes and groups of 32.
 SHAPES = [(1, 2), (64, 64), (65, 66), (130, 100), (200, 34), (78, 896)]
 ODD = [(3, 7), (66, 33), (64, 31)]
@@ -78,7 +79,7 @@ def test_floats_stay_as_they_are(dtype: torch.dtype, out: int, width: int, gated
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize(("out", "width"), SHAPES + ODD)
 def test_eight_bits(dtype: torch.dtype, quantization: str, out: int, width: int, gated: bool) -> None:
     out += out % 2
@@ -110,7 +111,7 @@ def test_eight_bits_that_were_packed_before_stay_as_they_are(out: int, width: in
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize(("out", "width"), SHAPES + ODD)
 def test_four_bits(dtype: torch.dtype, out: int, width: int, gated: bool) -> None:
     out += out % 2

@@ -14,6 +14,7 @@ from numba.core.codegen import JITCPUCodegen
 
 from headway.kernels.cpu import compile as cpu_compile
 from headway.kernels.cpu import jobs
+from headway.kernels.cpu.matrix import has_matrix_tiles
 from headway.kernels.cpu.simd import IS_X86
 
 pytestmark = pytest.mark.timeout(600)
@@ -81,7 +82,8 @@ def test_arm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheme", "printed"),
     [
-        ("none", "23"),
+        # Where the processor has tiles, other tests use them.
+        pytest.param("none", "23", marks=pytest.mark.slow if has_matrix_tiles() else ()),
         pytest.param("attention", "29", marks=pytest.mark.slow),
         pytest.param("int8", "100", marks=pytest.mark.slow),
         pytest.param("int4", "99", marks=pytest.mark.slow),

@@ -114,7 +114,7 @@ def test_copy_blocks(kernels: CudaKernels) -> None:
     kernels.copy_blocks([], [], [])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOWER)
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "block_size"), [(14, 2, 64, 16), (3, 3, 80, 8), (8, 1, 24, 64), (2, 1, 128, 32)]

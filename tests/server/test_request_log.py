@@ -39,6 +39,7 @@ def ended(**changes: Any) -> Ended:
         "reason": "stop",
         "stamps": Stamps(arrived_ns=MS, first_token_ns=81 * MS, last_token_ns=101 * MS),
         "timings": SequenceTimings(phases, 101 * MS, 3, 0),
+        "phases_ns": phases,
         "prompt_tokens": 7,
         "cached_tokens": 2,
         "tokens": 3,

@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from headway.engine.messages import SequenceTimings
 from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import SamplingParams
-from headway.server.aside import MOST_WAITING
+from headway.server import traces
+from headway.server.aside import MOST_AT_ONCE, MOST_WAITING
 from headway.server.classes import Terms
 from headway.server.ended import Ended, TraceParent, parent_in
 from headway.server.timings import Stamps
@@ -75,6 +78,11 @@ class Collector:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -163,6 +171,7 @@ def traced(**changes: Any) -> Ended:
         "reason": "stop",
         "stamps": stamps,
         "timings": None,
+        "phases_ns": {},
         "prompt_tokens": 3,
         "cached_tokens": 0,
         "tokens": 2,
@@ -184,6 +193,77 @@ def test_misses_and_failures_are_kept_whatever_the_share_and_decisions_follow_th
     kept = [half.is_kept(traced(parent=TraceParent(each))) for each in ids]
     assert abs(sum(kept) - 500) <= 1
     assert not half.is_kept(traced(parent=TraceParent(b"\0" * 16, sampled=False)))
+
+
+def test_spans_are_those_that_the_official_package_makes(collector: Collector) -> None:
+    phases, name = {"receive": 5, "decode_compute": 2**40}, "é" * 100
+    params = SamplingParams(n=2, max_tokens=300, temperature=0.7)
+    ended = traced(
+        model=name,
+        timings=SequenceTimings(phases, 0, 129, 0),
+        phases_ns=phases,
+        params=params,
+        parent=TraceParent(b"p" * 16, b"s" * 8),
+        reason="late",
+        error="late",
+        index=1,
+        terms=Terms(ServiceClass(name="chat", ttft_ms=1.0), ttft_ms=1.0),
+    )
+    tracer = Tracer(collector.url)
+    tracer.ended(ended)
+    tracer.close()
+    root, first, second = collector.spans
+    began = root.start_time_unix_nano
+    expected = Span(
+        trace_id=b"p" * 16,
+        span_id=root.span_id,
+        parent_span_id=b"s" * 8,
+        name=f"chat {name}",
+        kind=Span.SPAN_KIND_SERVER,
+        start_time_unix_nano=began,
+        end_time_unix_nano=began + 5 + 2**40,
+        events=[Span.Event(name="headway.first_token", time_unix_nano=began + 1_999_000)],
+        status=Status(code=Status.STATUS_CODE_ERROR, message="late"),
+    )
+    texts = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "headway", "headway.service_class": "chat"}
+    texts |= dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model"), name)
+    texts |= {"gen_ai.response.id": "n", "headway.tenant": "default"}
+    numbers = {"gen_ai.request.max_tokens": 300, "gen_ai.request.choice.count": 2, "headway.choice.index": 1}
+    numbers |= {"gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2, "headway.usage.cached_tokens": 0}
+    numbers |= {"headway.steps": 129, "headway.preemptions": 0}
+    numbers |= {"headway.ttft_ns": 1_999_000, "headway.tpot_ns": 1_000_000}
+    reasons = AnyValue(array_value=ArrayValue(values=[AnyValue(string_value="late")]))
+    found = {
+        **{key: AnyValue(string_value=text) for key, text in texts.items()},
+        **{key: AnyValue(int_value=number) for key, number in numbers.items()},
+        "gen_ai.request.temperature": AnyValue(double_value=0.7),
+        "gen_ai.request.top_p": AnyValue(double_value=1.0),
+        "gen_ai.response.finish_reasons": reasons,
+        "headway.ttft_met": AnyValue(bool_value=False),
+    }
+    expected.attributes.extend(KeyValue(key=key, value=found[key]) for key in sorted(found))
+    root.attributes.sort(key=lambda each: each.key)
+    assert root == expected
+    for span, phase, begins, length in ((first, "receive", began, 5), (second, "decode_compute", began + 5, 2**40)):
+        assert span == Span(
+            trace_id=b"p" * 16,
+            span_id=span.span_id,
+            parent_span_id=root.span_id,
+            name=f"headway.{phase}",
+            kind=Span.SPAN_KIND_INTERNAL,
+            start_time_unix_nano=begins,
+            end_time_unix_nano=begins + length,
+        )
+    assert len({root.span_id, first.span_id, second.span_id}) == 3 and root.span_id != b"\0" * 8
+
+
+def test_many_are_sent_before_their_time(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:
+    monkeypatch.setattr(traces, "EVERY_S", 600.0)
+    tracer = Tracer(collector.url)
+    for _ in range(MOST_AT_ONCE):
+        tracer.ended(traced())
+    eventually(lambda: tracer.sent == MOST_AT_ONCE)
+    tracer.close()
 
 
 def test_what_fails_is_an_error(start_server: StartServer, collector: Collector, engine: FakeEngine) -> None:

@@ -192,6 +192,7 @@ class Promises:
         done, kept = float(now), list[_Kept]()
         gone: dict[int, Yield] = {}
         hurrying: list[Sequence] = []
+        are_owed = False
         for sequence in prompts:
             if sequence.parent is not None:  # the prompt is computed once, for the first choice of its request
                 if sequence.parent.seq_id in gone:
@@ -216,7 +217,10 @@ class Promises:
                 gone[sequence.seq_id] = Yield(sequence, "oversized" if oversized else "late", done - now)
                 continue
             done += work
-            heapq.heappush(kept, (-promise_rank(sequence), -work, -sequence.seq_id, sequence))
+            if fair is not None and fair.is_owed(sequence):  # it stays
+                are_owed = True
+            else:
+                heapq.heappush(kept, (-promise_rank(sequence), -work, -sequence.seq_id, sequence))
             if done > due_ns and fair is not None:
                 done = _give_up_in_turn(fair, kept, sequence, done, done - now, gone)
             elif done > due_ns:
@@ -224,7 +228,7 @@ class Promises:
             is_late = done > sequence.arrival_ns + URGENT_SHARE * (due_ns - sequence.arrival_ns)
             if is_late and not sequence.has_yielded:
                 hurrying.append(sequence)
-        self.are_prompts_promised = bool(kept)
+        self.are_prompts_promised = are_owed or bool(kept)
         return list(gone.values()), next((each for each in hurrying if each.seq_id not in gone), None)
 
     def prefill_ns(self, sequence: Sequence) -> float:
@@ -342,10 +346,9 @@ def _give_up_in_turn(
 ) -> float:
     """Do what _give_up() does, where tenants take turns.
 
-    Of the last class, those of the tenant yield that would be served most. A sequence that is owed to its tenant stays.
+    Of the last class, those of the tenant yield that would be served most.
     """
-    given, owed = list[_Kept](), [each for each in kept if fair.is_owed(each[3])]
-    kept[:] = [each for each in kept if each not in owed]
+    given = list[_Kept]()
     while done > current.planned_ns and kept:
         rank = min(kept)[0]
         last = [each for each in kept if each[0] == rank]
@@ -363,7 +366,6 @@ def _give_up_in_turn(
             given.remove(each)
             kept.append(each)
             done -= each[1]
-    kept += owed
     heapq.heapify(kept)
     gone |= {each[3].seq_id: Yield(each[3], "overload", backlog_ns) for each in given}
     return done

@@ -25,7 +25,7 @@ from headway.server.metrics.process import EngineProcessMetrics
 from headway.server.metrics.telemetry import Telemetry
 from headway.server.metrics.tenants import TenantMetrics
 from headway.server.quotas import TenantQuotas
-from headway.server.timings import ChoiceTimings, Stamps
+from headway.server.timings import Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 FINE_SECONDS = tuple(round(m * 10.0**e, 7) for e in range(-5, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
@@ -337,12 +337,13 @@ class Metrics:
         prompt_len: int,
         num_tokens: int,
         timings: SequenceTimings | None,
+        phases_ns: Mapping[Phase, int],
         terms: Terms,
     ) -> None:
+        """Count a choice that has ended, with its closed ledger, which is empty where its timings are None."""
         self._success.labels(*self._labels, reason).inc()
         name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
-        if timings is not None:
-            self.by_class.spent(name, ChoiceTimings(stamps, timings, num_tokens).ledger.phases_ns)
+        self.by_class.spent(name, phases_ns)
         if timings is not None and timings.yielded:
             self.by_class.yielded(name, timings.yielded)
         if timings is not None and timings.passed_over and self.by_tenant is not None:
