@@ -117,7 +117,7 @@ def _run_alone(board, code):
 
 
 @compiled()
-def _replay(board, program, count):
+def replay(board, program, count):
     """Run the jobs of a program one after the other."""
     for number in range(count):
         entry = program + number * _ENTRY_WORDS * 8
@@ -173,7 +173,7 @@ class Team:
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._times: deque[tuple[int, int, int]] | None = None
-        self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        self._run, self._run_alone, self._replay = (callable_of(each) for each in (_run, _run_alone, replay))
         self._helpers = [_HelperState() for _ in range(self.threads - 1)]
         for number, helper in enumerate(self._helpers):
             threading.Thread(
@@ -227,16 +227,25 @@ class Team:
         self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result
 
+    def loop(self, program: Program, code: Callable[[int, int, int, int], None], memory: int) -> None:
+        """Run code that replays a program; its last argument is `memory`. Its jobs are not timed."""
+        self._wake()
+        code(self._board, program.entries.ctypes.data, len(program.entries), memory)
+
+    @property
+    def is_timed(self) -> bool:
+        return self._times is not None
+
     def time_jobs(self, wanted: bool) -> None:
         """Begin to note when each job begins and ends, or end that. What is not wanted costs nothing."""
-        run, run_alone, replay = (callable_of(each) for each in (_run, _run_alone, _replay))
+        run, run_alone, again = (callable_of(each) for each in (_run, _run_alone, replay))
         if wanted:
             self._times = self._times if self._times is not None else deque(maxlen=_MOST_TIMES)
             run, run_alone = _timed(run, self._times), _timed(run_alone, self._times)
-            replay = self._replay_one_by_one
+            again = self._replay_one_by_one
         else:
             self._times = None
-        self._run, self._run_alone, self._replay = run, run_alone, replay
+        self._run, self._run_alone, self._replay = run, run_alone, again
 
     @property
     def times(self) -> list[tuple[str, int, int]]:
