@@ -14,7 +14,9 @@ class Compared:
     Args:
         median, low, high: over the rounds.
         ratio: the first one's median by this one's.
-        ratio_low, ratio_high: range of the ratio within a round. All three are None where a value is 0.
+        ratio_low, ratio_high: range of the ratio within a round.
+        ratio_middle: the median of the ratios within a round. A machine that changes its speed between rounds changes
+            this less than the ratio of medians. All four are None where a value is 0.
     """
 
     median: float
@@ -23,6 +25,7 @@ class Compared:
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
+    ratio_middle: float | None
 
 
 def compare(first: list[float], other: list[float]) -> Compared:
@@ -36,7 +39,8 @@ def compare(first: list[float], other: list[float]) -> Compared:
     if all(other):
         ratio = statistics.median(first[:both]) / statistics.median(other[:both])
         ratios = [ours / theirs for ours, theirs in zip(first, other, strict=False)]
-    return Compared(median, min(other), max(other), ratio, min(ratios, default=None), max(ratios, default=None))
+    bounds = min(ratios, default=None), max(ratios, default=None)
+    return Compared(median, min(other), max(other), ratio, *bounds, statistics.median(ratios) if ratios else None)
 
 
 @dataclass

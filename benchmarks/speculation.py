@@ -49,9 +49,9 @@ from headway.policy.step.speculative_config import SpeculativeConfig
 PROMPT_TOKENS = 192
 LOADS = ("quote", "edit", "random", "misleading")
 DRAFTERS = ("ngram", "draft")
-_EDITED = 24
+EDITED = 24
 # A draft model beside another shape: as a fifth of the layers, and a third of their width.
-_DRAFT = {
+DRAFT_OF_A_SHAPE = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -60,7 +60,7 @@ _DRAFT = {
     "head_dim": 64,
 }
 _FEW = 32
-_STORIES = [
+STORIES = [
     "Tell me a story about a fox and a lost key.",
     "Write a poem about winter.",
     "What is the moon?",
@@ -77,7 +77,7 @@ def text_of(load: str, index: int, new_tokens: int, vocab: int) -> list[int]:
         return prompt + [rng.choice(among) for _ in range(new_tokens)]
     new = (prompt[1:] * -(-new_tokens // len(prompt)))[:new_tokens]
     if load == "edit":
-        new = [rng.choice(among) if at % _EDITED == _EDITED - 1 else token for at, token in enumerate(new)]
+        new = [rng.choice(among) if at % EDITED == EDITED - 1 else token for at, token in enumerate(new)]
     return prompt + new
 
 
@@ -114,23 +114,36 @@ def right_by_chance(llm: LLM, texts: list[list[int]], acceptance: float) -> Iter
     for first, text in by_first.items():
         rng = random.Random(f"{acceptance} {first}")
         chances[first] = [rng.random() < acceptance for _ in text]
-    run = model.run
+    run, chain = model.run, model._chain
+
+    def right(seq_id: int, end: int) -> int:
+        first = model.tokens_of(seq_id)[0]
+        text = by_first[first]
+        return text[end] if end < len(text) and chances[first][end] else 0
 
     def forced(plan: StepPlan) -> tuple[list[float], list[int]]:
         best, chosen = run(plan)
         sampling = [item for item in plan.scheduled if item.samples]
         for at, item in enumerate(sampling):
-            first, end = model.tokens_of(item.seq_id)[0], item.start + item.num_tokens
-            text = by_first[first]
-            chosen[at] = text[end] if end < len(text) and chances[first][end] else 0
-            best[at] = acceptance
+            best[at], chosen[at] = acceptance, right(item.seq_id, item.start + item.num_tokens)
         return best, chosen
 
-    model.run = forced  # type: ignore[method-assign]
+    def chained(copies: list[Any], limits: tuple[int, float, float, list[float]], hits: Any, wanted: Any) -> Any:
+        most, cost, each, worths = limits
+        passes, chance = 1, hits.chance(acceptance)
+        while passes < most and sum(worths) * chance**passes > cost and min(worths) * chance**passes > each:
+            passes += 1
+        made = chain(copies, (min(most, passes), -1.0, -1.0, worths), hits, wanted)
+        return [
+            [(right(copy.seq_id, len(copy.tokens) + at), acceptance) for at in range(len(drafts))]
+            for copy, drafts in zip(copies, made, strict=bool(made))
+        ]
+
+    model.run, model._chain = forced, chained  # type: ignore[method-assign]
     try:
         yield
     finally:
-        model.run = run  # type: ignore[method-assign]
+        model.run, model._chain = run, chain  # type: ignore[method-assign]
 
 
 def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM, dict[str, Speculator | None]]:
@@ -138,7 +151,7 @@ def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM
     options: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": 1 << 30, "num_threads": arguments.threads}
     model, draft = str(STORY), str(DRAFT)
     if shape != "story":
-        for name, config in (("model", SHAPES[shape]), ("draft", SHAPES[shape] | _DRAFT)):
+        for name, config in (("model", SHAPES[shape]), ("draft", SHAPES[shape] | DRAFT_OF_A_SHAPE)):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
         options |= {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "weight_cache": False}
@@ -167,7 +180,7 @@ def predicted(arguments: argparse.Namespace, shape: str, acceptance: float, batc
     """The cost model's ratio of tokens per second, with drafts beside without, for each bound of their number."""
     machine = store.load(arguments.calibration)
     files = [json.loads((Path(folder) / "config.json").read_text()) for folder in (STORY, DRAFT)]
-    configs = files if shape == "story" else [SHAPES[shape], SHAPES[shape] | _DRAFT]
+    configs = files if shape == "story" else [SHAPES[shape], SHAPES[shape] | DRAFT_OF_A_SHAPE]
     of_machine = Precision.of("bfloat16"), machine.hardware, machine.efficiency
     model, draft = (Deployment(read_shape(each), *of_machine) for each in configs)
     context = PROMPT_TOKENS + arguments.new_tokens // 2
@@ -207,7 +220,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     texts = [text_of(kind, index, arguments.new_tokens, vocab) for index in range(batch)]
                     prompts: list[Any] = [{"prompt_token_ids": text[:PROMPT_TOKENS]} for text in texts]
                     if load == "story":
-                        prompts, texts = [_STORIES[index % len(_STORIES)] for index in range(batch)], []
+                        prompts, texts = [STORIES[index % len(STORIES)] for index in range(batch)], []
                     name = f"{shape} {load} {batch}"
                     _one_load(found, name, llm, speculators, prompts, texts, load, params, arguments)
                     if arguments.calibration is not None and not isinstance(load, str):
@@ -250,7 +263,7 @@ def _one_load(
             raise SystemExit(f"{name}: drafts have changed tokens")
     for drafter in [each for each in chosen if each != "plain"]:
         ratios = [found.compared(name, "plain", measure, drafter) for measure in ("tokens_per_s", "tokens_per_cpu_s")]
-        by_clock, by_processor = (spread(each.ratio, each.ratio_low, each.ratio_high) for each in ratios)
+        by_clock, by_processor = (spread(each.ratio_middle, each.ratio_low, each.ratio_high) for each in ratios)
         print(f"{name}, {drafter}: {by_clock}; by the processor's time {by_processor}", flush=True)
 
 
@@ -262,7 +275,7 @@ def table(content: dict[str, Any]) -> str:
         for name in [each for each in things if each != "plain"]:
             plain = found.compared(load, "plain", "tokens_per_s", name)
             drafted = found.compared(load, name, "tokens_per_s", name)
-            ratio = spread(plain.ratio, plain.ratio_low, plain.ratio_high)
+            ratio = spread(plain.ratio_middle, plain.ratio_low, plain.ratio_high)
             expected = f"{said[load][name]:.2f}" if name in said.get(load, ()) else ""
             rates = f"{number(plain.median)} | {number(drafted.median)}"
             lines.append(f"| {load} | {name} | {rates} | {ratio} | {expected} |")

@@ -13,7 +13,7 @@ import argparse
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,8 @@ _STD = 0.02
 _DRAW = 1 << 22  # weights drawn at a time
 _ONE, _ZERO = 0x3F80, 0x0000  # in bfloat16
 _HEADER_ALIGNMENT = 8
+_TO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+_EIGHTFOLD = 3 << 7  # added to the bits of a bfloat16: its exponent; so that a token is as good as certain
 _ARCHITECTURES = ("Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
@@ -124,6 +126,31 @@ def write_weights(shape: str, folder: Path) -> Path:
             _write_tensor(file, tensor, seed)
     partial.replace(target)
     return checkpoint
+
+
+def write_speaking(config: dict[str, Any], following: npt.NDArray[np.int64], checkpoint: Path) -> None:
+    """Write a checkpoint whose greedy text is known: behind a token it says the one that `following` has for it.
+
+    All is computed as with other weights. But what its layers add to a token's embedding is zero, and its output layer
+    has the embedding of each token in the row of the one that follows it.
+
+    Args:
+        following: [vocab], a permutation.
+        checkpoint: a folder with the config.json of `config`, whose output layer is not its embedding.
+    """
+    contents = [
+        replace(tensor, fill="zeros") if tensor.name.endswith(_TO_RESIDUAL) else tensor for tensor in tensors(config)
+    ]
+    assert contents[0].name == "model.embed_tokens.weight" and contents[-1].name == "lm_head.weight"
+    before, header = np.argsort(following), _header(contents)
+    with (checkpoint / WEIGHTS).open("wb") as file:
+        file.write(header)
+        for seed, tensor in enumerate(contents[:-1]):
+            _write_tensor(file, tensor, seed)
+        file.flush()
+        rows = np.memmap(file.name, "<u2", "r", offset=len(header), shape=contents[0].shape)
+        for start in range(0, len(before), 4096):
+            file.write((rows[before[start : start + 4096]] + np.uint16(_EIGHTFOLD)).tobytes())
 
 
 def read_weights(checkpoint: Path) -> dict[str, npt.NDArray[np.uint16]]:

@@ -30,6 +30,7 @@ class Headway:
         self._ends = _end_token_ids(settings) if settings.structured else []
         self._request = AddRequest
         extra: dict[str, Any] = {} if settings.quantization == "none" else {"quantization": settings.quantization}
+        extra |= {"speculative_config": settings.speculative} if settings.speculative else {}
         self._core = headway.LLM(
             settings.model,
             skip_tokenizer_init=True,
@@ -40,9 +41,10 @@ class Headway:
             kv_cache_dtype="auto" if settings.kv_bits == 16 else "int8",
             kv_cache_memory=settings.kv_bytes,
             enable_prefix_caching=False,
+            weight_cache=not settings.is_temporary,
             **extra,
         ).engine.core
-        self._counts: dict[str, int] = {}
+        self._tokens: dict[str, list[int]] = {}
         for thread in threading.enumerate():  # threads of the first start write the weights that later ones read
             if thread.name == "headway-weights":
                 thread.join()
@@ -51,8 +53,8 @@ class Headway:
         """See Engine."""
         held = self._grammar(schema) if schema else None
         params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, structured_outputs=held)
-        self._counts = {str(number): 0 for number in range(len(prompts))}
-        for name, prompt in zip(self._counts, prompts, strict=True):
+        self._tokens = {str(number): [] for number in range(len(prompts))}
+        for name, prompt in zip(self._tokens, prompts, strict=True):
             self._core.add(self._request(name, prompt, params, eos_token_ids=self._ends, sent_ns=time.monotonic_ns()))
 
     def step(self) -> list[int]:
@@ -60,8 +62,13 @@ class Headway:
         for output in self._core.step().outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            self._counts[output.request_id] += len(output.token_ids)
-        return list(self._counts.values())
+            self._tokens[output.request_id] += output.token_ids
+        return [len(tokens) for tokens in self._tokens.values()]
+
+    @property
+    def said(self) -> list[list[int]]:
+        """See Speaking."""
+        return list(self._tokens.values())
 
 
 def _end_token_ids(settings: Settings) -> list[int]:

@@ -5,8 +5,8 @@ Engines live in environments without this project's dependencies; a driver impor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 STEP_TOKENS = 4096  # token budget of a step, for every engine alike
 ISA = "HEADWAY_BENCHMARK_ISA"  # in an engine's environment: the instructions that it is restricted to
@@ -26,6 +26,9 @@ class Settings:
         quantization: what the engine is to do with the weights as it reads them; "none" leaves them as they are.
         kv_bits: of a number in the KV cache, 16 or 8; 8 is not asked of engines that have none.
         structured: prompts may have a schema.
+        speculative: how drafts are made, by the keys of vLLM's `speculative_config`; empty for none. A draft model
+            lies there in the form that this engine reads.
+        is_temporary: the model's files are gone soon, so nothing is to be kept of them.
     """
 
     model: str
@@ -37,6 +40,8 @@ class Settings:
     quantization: str = "none"
     kv_bits: int = 16
     structured: bool = False
+    speculative: dict[str, Any] = field(default_factory=dict)
+    is_temporary: bool = False
 
 
 class Engine(Protocol):
@@ -50,4 +55,13 @@ class Engine(Protocol):
 
     def step(self) -> list[int]:
         """Compute one step; return how many new tokens each prompt has by now, in their order."""
+        ...
+
+
+class Speaking(Engine, Protocol):
+    """An engine whose tokens can be asked for, and that may be told to make drafts."""
+
+    @property
+    def said(self) -> list[list[int]]:
+        """The new tokens of each prompt by now."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.engines.interface import ISA, STEP_TOKENS, Settings
@@ -56,9 +57,8 @@ class LlamaCpp:
         self._logits_shape = (vocabulary,)
         self._batch = self._lib.llama_batch_init(STEP_TOKENS, 0, 1)
         self._waiting: list[tuple[int, int, int, bool]] = []
-        self._last: list[int] = []
-        self._lengths: list[int] = []
-        self._counts: list[int] = []
+        self._texts: list[list[int]] = []
+        self._lengths: list[int] = []  # of the prompts
         self._grammars: list[Any] = []  # of each prompt; empty without a schema
         self._candidates = numpy.zeros(vocabulary, [("id", "i4"), ("logit", "f4"), ("p", "f4")])
         self._candidates["id"] = numpy.arange(vocabulary)
@@ -69,7 +69,7 @@ class LlamaCpp:
         for grammar in self._grammars:
             self._lib.llama_sampler_free(grammar)
         self._grammars = [self._grammar(schema) for _ in prompts] if schema else []
-        self._counts, self._last = [0] * len(prompts), [0] * len(prompts)
+        self._texts = [list(prompt) for prompt in prompts]
         self._lengths = [len(prompt) for prompt in prompts]
         self._waiting = [
             (token, place, number, place == len(prompt) - 1)
@@ -82,22 +82,28 @@ class LlamaCpp:
         if self._waiting:
             rows, self._waiting = self._waiting[:STEP_TOKENS], self._waiting[STEP_TOKENS:]
         else:
-            rows = [
-                (token, length + count - 1, number, True)
-                for number, (token, length, count) in enumerate(
-                    zip(self._last, self._lengths, self._counts, strict=True)
-                )
-            ]
-        self._decode(rows)
+            rows = [(text[-1], len(text) - 1, number, True) for number, text in enumerate(self._texts)]
+        self.decode(rows)
         for place, (_, _, number, wanted) in enumerate(rows):
             if wanted:
-                self._last[number] = (
-                    self._allowed(place, self._grammars[number]) if self._grammars else self._largest(place)
-                )
-                self._counts[number] += 1
-        return list(self._counts)
+                held = self._grammars[number] if self._grammars else None
+                self._texts[number].append(self._allowed(place, held) if held else self.largest(place))
+        return self._counts
 
-    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+    @property
+    def _counts(self) -> list[int]:
+        return [len(text) - length for text, length in zip(self._texts, self._lengths, strict=True)]
+
+    @property
+    def said(self) -> list[list[int]]:
+        """See Speaking."""
+        return [text[length:] for text, length in zip(self._texts, self._lengths, strict=True)]
+
+    def keep(self, number: int, length: int) -> None:
+        """Forget what was computed of a sequence behind so many tokens."""
+        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), number, length, -1)
+
+    def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """Decode rows of a token, its position, its sequence, and whether its logits are wanted."""
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -134,6 +140,82 @@ class LlamaCpp:
         self._lib.llama_sampler_apply(grammar, ctypes.byref(array))
         return candidates
 
-    def _largest(self, place: int) -> int:
+    def largest(self, place: int) -> int:
+        """The likeliest token behind a row of the last batch."""
         logits = self._lib.llama_get_logits_ith(self._context, place)
         return int(self._numpy.ctypeslib.as_array(logits, self._logits_shape).argmax())
+
+
+class Speculating(LlamaCpp):
+    """llama.cpp with drafts: of a second model, or those that llama-cpp-python's prompt lookup finds.
+
+    The loop is that of llama.cpp's `speculative-simple`, with its default of no least probability of a draft, for all
+    sequences at once. It is written here, as llama-cpp-python has no programs, and no draft model of its own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._most = int(settings.speculative["num_speculative_tokens"])
+        self._new, self._known = 0, list[int]()  # tokens of each sequence that the draft model has computed
+        self._draft: LlamaCpp | None = None
+        if settings.speculative["method"] == "draft_model":
+            self._draft = LlamaCpp(replace(settings, model=settings.speculative["model"], speculative={}))
+            return
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # type: ignore[import-not-found]
+
+        self._lookup = LlamaPromptLookupDecoding(settings.speculative["prompt_lookup_max"], self._most)
+
+    def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
+        """See Engine."""
+        super().start(prompts, new_tokens, schema)
+        self._new, self._known = new_tokens, [0] * len(prompts)
+        if self._draft is not None:
+            self._draft.start([], 0)
+
+    def step(self) -> list[int]:
+        """See Engine."""
+        if self._waiting:
+            return super().step()
+        texts = self._texts
+        left = {number: self._new - count for number, count in enumerate(self._counts) if count < self._new}
+        drafts = {number: found[: left[number] - 1] for number, found in self._drafts(list(left)).items()}
+        self.decode(
+            [
+                (token, len(texts[number]) - 1 + at, number, True)
+                for number, found in drafts.items()
+                for at, token in enumerate([texts[number][-1], *found])
+            ]
+        )
+        first = 0
+        for number, found in drafts.items():
+            for at, draft in enumerate([*found, -1]):
+                texts[number].append(self.largest(first + at))
+                if texts[number][-1] != draft:
+                    break
+            first += len(found) + 1
+            self.keep(number, len(texts[number]) - 1)
+        return self._counts
+
+    def _drafts(self, numbers: list[int]) -> dict[int, list[int]]:
+        """The drafts behind each of these sequences."""
+        draft, texts = self._draft, self._texts
+        if draft is None:
+            looked = (self._lookup(self._numpy.array(texts[number], dtype=self._numpy.intc)) for number in numbers)
+            return {number: [int(token) for token in found] for number, found in zip(numbers, looked, strict=True)}
+        made: dict[int, list[int]] = {number: [] for number in numbers}
+        for number in numbers:  # what it has computed of drafts that were refused
+            self._known[number] = min(self._known[number], len(texts[number]) - 1)
+            draft.keep(number, self._known[number])
+        for _ in range(self._most):
+            lacking = {number: [*texts[number], *made[number]][self._known[number] :] for number in numbers}
+            rows = [
+                (token, self._known[number] + at, number, at == len(tokens) - 1)
+                for number, tokens in lacking.items()
+                for at, token in enumerate(tokens)
+            ]
+            draft.decode(rows)
+            for place, (_, position, number, is_last) in enumerate(rows):
+                if is_last:
+                    made[number].append(draft.largest(place))
+                    self._known[number] = position + 1
+        return made

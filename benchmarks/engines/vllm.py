@@ -33,9 +33,10 @@ class Vllm:
             max_num_batched_tokens=max(STEP_TOKENS, settings.longest),
             max_num_seqs=max(settings.sequences, 16),
             enable_prefix_caching=False,
+            speculative_config=settings.speculative or None,
         ).llm_engine
         self._requests = 0
-        self._counts: dict[str, int] = {}
+        self._tokens: dict[str, list[int]] = {}
 
     def start(self, prompts: list[list[int]], new_tokens: int, schema: str = "") -> None:
         """See Engine."""
@@ -44,15 +45,20 @@ class Vllm:
             from vllm.sampling_params import StructuredOutputsParams
 
             params.structured_outputs = StructuredOutputsParams(json=schema)
-        self._counts = {}
+        self._tokens = {}
         for prompt in prompts:
             self._requests += 1
             name = str(self._requests)
-            self._counts[name] = 0
+            self._tokens[name] = []
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[int]:
         """See Engine."""
         for output in self._engine.step():
-            self._counts[output.request_id.split("-")[0]] = len(output.outputs[0].token_ids)
-        return list(self._counts.values())
+            self._tokens[output.request_id.split("-")[0]] = output.outputs[0].token_ids
+        return [len(tokens) for tokens in self._tokens.values()]
+
+    @property
+    def said(self) -> list[list[int]]:
+        """See Speaking."""
+        return [list(tokens) for tokens in self._tokens.values()]

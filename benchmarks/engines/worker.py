@@ -8,8 +8,10 @@ SETTINGS is Settings as JSON. The first answer is {"version", "start_seconds"}; 
                                                        with "schema", answers are held to it
     {"do": "hold", "batch", "prompt", "new", "seed"}   random prompts, until each has its first token: {"seconds"}
     {"do": "advance", "new"}                           so many tokens more for each prompt held: {"decode", "seconds"}
+    {"do": "say", "prompts", "new"}                    these prompts, to the end: {"decode", "decode_cpu", "tokens"}
 
-Rates are in tokens a second. Only the standard library and the engine itself may be imported here.
+Rates are in tokens a second, `decode_cpu` in tokens a second of the processor's time. Only the standard library and the
+engine itself may be imported here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from benchmarks.engines.interface import Engine, Settings
+from benchmarks.engines.interface import Engine, Settings, Speaking
 
 ENGINES = ("headway", "openvino", "llama.cpp", "vllm")
 
@@ -38,9 +40,9 @@ def make(name: str, settings: Settings) -> Engine:
 
         return OpenVino(settings)
     if name == "llama.cpp":
-        from benchmarks.engines.llama_cpp import LlamaCpp
+        from benchmarks.engines.llama_cpp import LlamaCpp, Speculating
 
-        return LlamaCpp(settings)
+        return Speculating(settings) if settings.speculative else LlamaCpp(settings)
     if name == "vllm":
         from benchmarks.engines.vllm import Vllm
 
@@ -95,10 +97,20 @@ class Measured:
         ended = self._step_until(min(self._counts) + new)
         return {"decode": (sum(self._counts) - before) / (ended - began), "seconds": ended - began}
 
-    def answer(self, do: str, request: dict[str, Any]) -> dict[str, float | None]:
+    def say(self, *, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        """The tokens behind these prompts, and the rates of those behind the first of each."""
+        engine: Speaking = self._engine  # type: ignore[assignment]  # others are not asked
+        engine.start(prompts, new)
+        first, used = self._step_until(1), time.process_time()
+        before = sum(self._counts)
+        ended, used = self._step_until(new), time.process_time() - used
+        decoded = sum(self._counts) - before
+        return {"decode": decoded / (ended - first), "decode_cpu": decoded / used, "tokens": engine.said}
+
+    def answer(self, do: str, request: dict[str, Any]) -> dict[str, Any]:
         """Do what one line of input asks for. Raises KeyError for anything else."""
-        asked: dict[str, Callable[..., dict[str, float | None]]]
-        asked = {"run": self.run, "hold": self.hold, "advance": self.advance}
+        asked: dict[str, Callable[..., dict[str, Any]]]
+        asked = {"run": self.run, "hold": self.hold, "advance": self.advance, "say": self.say}
         return asked[do](**request)
 
     def _step_until(self, least: int) -> float:

@@ -111,6 +111,7 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": Family(windows="all", defaults={"head_dim": 128}),
     "MixtralForCausalLM": Family(windows="all", experts=_MIXTRAL_EXPERTS),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
+    "MiMoForCausalLM": Family(qkv_bias=True, windows="layers", defaults=_QWEN_WINDOWS),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias="qkv_bias",
         experts=replace(_QWEN_EXPERTS, shared_width="shared_expert_intermediate_size"),

@@ -33,7 +33,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.eagle import load_eagle_head
 from headway.models.heads import HeadInputs, load_mtp_head
-from headway.models.loading import load_model, resolve_model
+from headway.models.loading import load_ends, load_model, resolve_model
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.kv_groups import group_layers, kv_cache_groups, seen_windows
 from headway.policy.cache.sizing import PoolSize, pool_size
@@ -360,7 +360,9 @@ def _draft(start: Prepared, model: Decoder) -> Decoder | None:
         return None
     try:
         if wanted.model is None:
-            return load_mtp_head(folder, model, *how, config.quantization)
+            of_ends = folder, model.dtype, model.kernels, *how, config.quantization
+            ends = load_ends(*of_ends) if config.ranks > 1 else None  # the ranks have parts of them
+            return load_mtp_head(folder, model, *how, config.quantization, ends)
         if wanted.method == "eagle3":
             return load_eagle_head(resolve_model(wanted.model), model, config.quantization)
         sizes = model.config.shape.vocab, model.dtype

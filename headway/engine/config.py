@@ -15,7 +15,7 @@ from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
 from headway.policy.step.scheduler_config import check_budget
-from headway.policy.step.speculative_config import HEADS, SpeculativeConfig
+from headway.policy.step.speculative_config import SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
 
@@ -283,10 +283,12 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             raise ValueError(
                 "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
             )
-        if self.ranks > 1 and self.speculative_config is not None and self.speculative_config.method in HEADS:
+        method = None if self.speculative_config is None else self.speculative_config.method
+        if (method == "eagle3" and self.ranks > 1) or (method == "mtp" and self.pipeline_parallel_size > 1):
+            shared_by = "ranks" if method == "eagle3" else "stages"
             raise ValueError(
-                f"speculative_config: method {self.speculative_config.method!r} does not go with several ranks "
-                f"({self.ranks}), as embedding and output layer are divided; leave one of them out"
+                f"speculative_config: method {method!r} does not go with several {shared_by} ({self.ranks}), as what "
+                "the head reads is divided; leave one of them out"
             )
         if self.num_threads is not None and self.num_threads % self.ranks:
             raise ValueError(

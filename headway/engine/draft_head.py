@@ -35,6 +35,7 @@ class DraftHead(DraftModel):
         results: those of the model, which is to give them.
     """
 
+    _makes_chains = False  # what it reads is given before each pass
     _skipped = 1
 
     def __init__(

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.engine.layout import ModelInput
 from headway.engine.runner import Runner
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Chain, Kernels
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model
 from headway.policy.cache.block_manager import BlockManager
 from headway.policy.cache.kv_blocks import KVBlocks
+from headway.policy.step.draft_measures import Confidences
 from headway.policy.step.drafting import BESIDE, Drafting
 from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan, state_of
 from headway.policy.step.request import Sequence
@@ -51,6 +53,7 @@ class DraftModel:
     """
 
     kind = "draft_model"
+    _makes_chains = True  # several drafts may be made in one go
     _skipped = 0  # first tokens of a sequence that its copy does not have
 
     def __init__(
@@ -69,6 +72,7 @@ class DraftModel:
         self._lengths: dict[int, int] = {}  # how many of a copy's tokens are the sequence's
         self._states: dict[int, SequenceState] = {}  # of those that have blocks
         self._foreign = set[int]()  # sequences with tokens that the model does not know
+        self._has_chains = self._makes_chains and runner.device.type == "cpu"
 
     # --- drafts -------------------------------------------------------------------------------------
 
@@ -84,12 +88,14 @@ class DraftModel:
         tokens: dict[int, list[int]] = {}
         confidences: dict[int, list[float]] = {}
         while chosen:
-            drafts = self._pass([copies[seq_id] for seq_id in chosen], drafting, wanted)
-            for seq_id, (token, confidence) in drafts.items():
-                tokens.setdefault(seq_id, []).append(token)
-                confidences.setdefault(seq_id, []).append(confidence)
-                copies[seq_id].tokens.append(token)
-            chosen = drafting.goes_on({seq_id: each[1] for seq_id, each in drafts.items()}) if drafts else []
+            among = [copies[seq_id] for seq_id in chosen]
+            drafts = self._chained(among, drafting, wanted) or self._pass(among, drafting, wanted)
+            for seq_id, made in drafts.items():
+                for token, confidence in made:
+                    tokens.setdefault(seq_id, []).append(token)
+                    confidences.setdefault(seq_id, []).append(confidence)
+                    copies[seq_id].tokens.append(token)
+            chosen = drafting.goes_on({seq_id: made[-1][1] for seq_id, made in drafts.items()}) if drafts else []
             chosen = [seq_id for seq_id in chosen if len(copies[seq_id].tokens) < self._max_len]
         return {seq_id: Proposal(each, 0, confidences[seq_id]) for seq_id, each in tokens.items()}
 
@@ -158,9 +164,55 @@ class DraftModel:
             self.run(plan)
             drafting.caught_up(tokens, self._clock() - began)
 
+    def _chained(
+        self, copies: list[Sequence], drafting: Drafting, wanted: Collection[int]
+    ) -> dict[int, list[tuple[int, float]]]:
+        """The next drafts of all copies; none where a pass must be made alone."""
+        if not self._has_chains or any(copy.num_to_compute != 1 for copy in copies):
+            return {}
+        began = self._clock()
+        made = self._chain(copies, drafting.chain([copy.seq_id for copy in copies]), drafting.hits, wanted)
+        drafts = {copy.seq_id: each for copy, each in zip(copies, made, strict=bool(made))}
+        if drafts:
+            given = {seq_id: [confidence for _, confidence in each] for seq_id, each in drafts.items()}
+            drafting.chained(given, self._clock() - began)
+        return drafts
+
+    def _chain(
+        self,
+        copies: list[Sequence],
+        limits: tuple[int, float, float, list[float]],
+        hits: Confidences,
+        wanted: Collection[int],
+    ) -> list[list[tuple[int, float]]]:
+        """Drafts of copies that lack one token, as far as the blocks of all have room; none where not two fit.
+
+        Args:
+            limits: see Drafting.chain().
+        """
+        plan, runner, size = StepPlan(), self._runner, self._blocks.block_size
+        most, cost, each, worths = limits
+        for copy in copies:
+            start = copy.num_computed
+            most = min(most, size - start % size, self._max_len - len(copy.tokens))
+            plan.scheduled.append(ScheduledSequence(copy.seq_id, start, copy.tokens[start:], True, 1))
+        if most < 2:
+            return []
+        have_room = [self._has_room(copy, 1, plan, wanted) for copy in copies]
+        self._change_tables(plan)
+        if not all(have_room):
+            return []
+        step = self._laid_out(plan)
+        chain = Chain(most, cost, each, worths, self._num_drawn, *hits.by_confidence)
+        with torch.inference_mode():
+            made = runner.model.chain(step.token_ids, step.geometry, runner.caches, chain)
+        for copy, drafts in zip(copies, made, strict=bool(made)):
+            copy.num_computed += len(drafts)
+        return made
+
     def _pass(
         self, copies: list[Sequence], drafting: Drafting, wanted: Collection[int]
-    ) -> dict[int, tuple[int, float]]:
+    ) -> dict[int, list[tuple[int, float]]]:
         """The next draft of each copy that there is room for, and the probability that the model gives it."""
         plan, began = StepPlan(), self._clock()
         for copy in copies:
@@ -172,7 +224,7 @@ class DraftModel:
         best, chosen = self.run(plan)
         drafting.passed(sum([len(item.token_ids) for item in plan.scheduled]), self._clock() - began)
         return {
-            item.seq_id: (token, confidence)
+            item.seq_id: [(token, confidence)]
             for item, token, confidence in zip(plan.scheduled, chosen, best, strict=True)
         }
 
@@ -184,19 +236,25 @@ class DraftModel:
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """The model's results [R, hidden] for the last tokens of the items that sample."""
-        runner, items = self._runner, plan.scheduled
-        for change in plan.tables:
-            self._states[change.seq_id].change_table(change)
-            runner.layout.tables.write(change)
-        states = [self._states[item.seq_id] for item in items]
-        step = None if runner.decodes is None else runner.decodes.lay_out(items, states)
-        step = step or runner.layout.lay_out(items, states)
+        self._change_tables(plan)
+        runner, items, step = self._runner, plan.scheduled, self._laid_out(plan)
         hidden = runner.model.forward(step.token_ids, step.geometry, runner.caches)
         for item in items:
             self._known[item.seq_id].num_computed += len(item.token_ids)
         if not len(step.last_rows):
             return hidden[:0]
         return hidden if len(step.last_rows) == len(hidden) else runner.kernels.take(hidden, step.last_rows)
+
+    def _change_tables(self, plan: StepPlan) -> None:
+        for change in plan.tables:
+            self._states[change.seq_id].change_table(change)
+            self._runner.layout.tables.write(change)
+
+    def _laid_out(self, plan: StepPlan) -> ModelInput:
+        runner, items = self._runner, plan.scheduled
+        states = [self._states[item.seq_id] for item in items]
+        step = None if runner.decodes is None else runner.decodes.lay_out(items, states)
+        return step or runner.layout.lay_out(items, states)
 
     # --- blocks -------------------------------------------------------------------------------------
 
@@ -260,8 +318,11 @@ class DraftModel:
         for size in _MEASURED:
             for _ in range(_MEASURED_PASSES if size <= seats else 0):
                 drafts = self._pass(copies[:size], drafting, self._known.keys())
-                for seq_id, (token, _) in drafts.items():
+                for seq_id, ((token, _),) in drafts.items():
                     self._known[seq_id].tokens.append(token)
+        if self._has_chains:  # there are none of models with windows
+            limits = 2, -1.0, -1.0, [1.0]
+            self._has_chains = bool(self._chain(copies[:1], limits, drafting.hits, self._known.keys()))
         for copy in copies:
             self.forget(copy.seq_id)
         drafting.take_passes_ns()

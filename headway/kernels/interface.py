@@ -252,6 +252,22 @@ RMSNorm = Callable[[Tensor, Tensor, float], Tensor]  # see Kernels
 AddRMSNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # see Kernels
 
 
+class Chain(NamedTuple):
+    """How long a chain of drafts becomes: none more once what a pass wins is `cost` at most, or a row of it `each`.
+
+    `worths` are what right drafts of the rows win; each pass multiplies them with the chances that its own are right.
+    Drafts are below `size`. One of a probability below the first of the bounds is right by the first chance, and so on.
+    """
+
+    most: int
+    cost: float
+    each: float
+    worths: Sequence[float]
+    size: int
+    bounds: Sequence[float]
+    chances: Sequence[float]
+
+
 class Kernels(Protocol):
     """The operations of a decoder layer on one device.
 
@@ -456,6 +472,22 @@ class Kernels(Protocol):
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks inside every layer's cache, for copy-on-write."""
+        ...
+
+    def chain(
+        self,
+        key: Hashable,
+        step: StepGeometry,
+        attentions: Sequence[AttentionShape],
+        token_ids: Tensor,
+        run: Callable[[], Tensor],
+        chain: Chain,
+    ) -> list[list[tuple[int, float]]]:
+        """Drafts behind each sequence's one token of a repeatable step, the likeliest, with their probabilities.
+
+        There is at least one, but none where the kernels have no chains. Keys and values of all but the last are
+        stored; their slots must follow one another. `run` gives the logits [T, V]; see repeat() for the rest.
+        """
         ...
 
 

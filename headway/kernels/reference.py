@@ -318,6 +318,10 @@ class TorchKernels:
         """See Kernels; nothing is kept."""
         return run()
 
+    def chain(self, *_: object) -> list[list[tuple[int, float]]]:
+        """See Kernels; there are none."""
+        return []
+
 
 class ReferenceKernels(TorchKernels):
     """Every operation in float32 arithmetic, rounded to the input's dtype at its end."""

@@ -68,14 +68,14 @@ class Assembler:
         self._placed: list[Placed] = []  # the products of the layer that is being made
 
     def decoder_weights(self) -> DecoderWeights:
-        embedding, lm_head = self._ends()
+        embedding, lm_head = self.ends()
         layers = [self._layer(i, cache) for i, cache in enumerate(self._config.caches)]
         self._placed = []
         factor = self._config.multipliers.logits
         final_norm = self._norm("model.norm", factor) if self._has("model.norm") else None
         return DecoderWeights(embedding, layers, final_norm, lm_head, self._inputs())
 
-    def _ends(self) -> tuple[Any, Any]:
+    def ends(self) -> tuple[Any, Any]:
         """The embedding and the output layer; None for what another stage of the model has."""
         tied, centred = self._config.shape.tied_embeddings, self._config.traits.centred
         if not tied and not centred:

@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.cost.layers import CacheSpec
 from headway.kernels.interface import (
     AttentionShape,
+    Chain,
     Kernels,
     LayerCache,
     LayerState,
@@ -235,6 +236,16 @@ class Decoder:
         hidden = self.kernels.repeat(key, step, self._attentions, lambda: self._layers_of(token_ids, step, caches))
         self.tapped = self._tapped_of.get(len(token_ids), self.tapped)
         return hidden
+
+    def chain(
+        self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState], chain: Chain
+    ) -> list[list[tuple[int, float]]]:
+        """Drafts behind the tokens of a repeatable step, one of each sequence; see Kernels.chain()."""
+        key = (self._identity, "chain", len(token_ids))
+        of_step = token_ids, step, caches
+        return self.kernels.chain(
+            key, step, self._attentions, token_ids, lambda: self.logits(self._layers_of(*of_step)), chain
+        )
 
     def _layers_of(self, token_ids: Tensor, step: StepGeometry, caches: Sequence[LayerCache | LayerState]) -> Tensor:
         rms_norm, eps, steps = self.kernels.rms_norm, self._eps, step.groups

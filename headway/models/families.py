@@ -154,6 +154,7 @@ ARCHITECTURES: dict[str, Traits] = {
     "Ministral3ForCausalLM": _SMALL_EPS,
     "Qwen2ForCausalLM": Traits(),
     "Qwen2MoeForCausalLM": Traits(),
+    "MiMoForCausalLM": Traits(unused=("model.mtp_layers.",)),
     "Qwen3ForCausalLM": Traits(),
     "Qwen3MoeForCausalLM": Traits(),
     "OlmoeForCausalLM": _SMALL_EPS,

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headway.cost.layers import AttentionSinks
-from headway.kernels.interface import Kernels
+from headway.kernels.interface import Kernels, Linear
 from headway.kernels.ranks import Ranks
 from headway.kernels.weights import QUANTIZATIONS
 from headway.models.assembler import Assembler
@@ -31,6 +32,7 @@ from headway.models.folder import read_ahead
 from headway.models.folder import resolve_model as resolve_model
 from headway.models.gguf.checkpoint import GGUFCheckpoint
 from headway.models.gguf.config import gguf_files
+from headway.models.quantization import EMBEDDING
 from headway.models.sharding import divided
 from headway.models.tensors import (
     Shapes,
@@ -91,9 +93,7 @@ def load_model(
     config, quantization = _config_as_served(folder, load_format, quantization, attention_sinks)
     if weights is not None:
         return Decoder(config, kernels, dtype, device, weights, max_model_len)
-    clock = StageClock()
-    config = replace(config, traits=found_traits(folder, config.traits))
-    config = replace(config, packed=found_packed(folder, config.packed, config.traits.stored))
+    clock, config = StageClock(), _as_stored(folder, config)
     stacked = config.routing is not None and load_format != "dummy" and has_stacked_experts(folder, config.traits)
     expected = expected_tensors(config, stacked)
     if load_format != "dummy":
@@ -103,7 +103,7 @@ def load_model(
         of_kernels = kernels, dtype, torch.device(device), clock, quantization
         return Assembler(source, shapes, config, *of_kernels).decoder_weights()
 
-    with _open(folder, expected, config, load_format, seed, clock) as opened:
+    with open_weights(folder, expected, config, load_format, seed, clock) as opened:
         if ranks is None:
             weights = assemble(opened, expected, config)
         else:
@@ -112,6 +112,29 @@ def load_model(
         for stage, elapsed_ns in clock.ns.items():
             on_stage(stage, elapsed_ns)
     return Decoder(config, kernels, dtype, device, weights, max_model_len)
+
+
+def load_ends(
+    folder: Path, dtype: torch.dtype, kernels: Kernels, load_format: str, seed: int, quantization: str
+) -> tuple[Callable[[Tensor], Tensor], Linear]:
+    """The embedding and the output layer of a model folder, whole, on a CPU. See load_model().
+
+    Raises:
+        ModelError: as load_model().
+    """
+    config, quantization = _config_as_served(folder, load_format, quantization, None)
+    clock, config = StageClock(), _as_stored(folder, config)
+    ends = (f"{EMBEDDING}.", "lm_head.")
+    shapes = {name: shape for name, shape in expected_tensors(config).items() if name.startswith(ends)}
+    with open_weights(folder, shapes, config, load_format, seed, clock, is_whole=False) as source:
+        of_kernels = kernels, dtype, torch.device("cpu"), clock, quantization
+        return Assembler(source, shapes, config, *of_kernels).ends()
+
+
+def _as_stored(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config with the names that the folder's tensors have, and which of its matrices are packed."""
+    config = replace(config, traits=found_traits(folder, config.traits))
+    return replace(config, packed=found_packed(folder, config.packed, config.traits.stored))
 
 
 def _config_as_served(
@@ -141,13 +164,26 @@ def _config_as_served(
     return as_saved(folder, config), quantization
 
 
-def _open(
-    folder: Path, expected: Shapes, config: ModelConfig, load_format: str, seed: int, clock: StageClock
+def open_weights(
+    folder: Path,
+    expected: Shapes,
+    config: ModelConfig,
+    load_format: str,
+    seed: int,
+    clock: StageClock,
+    is_whole: bool = True,
 ) -> AbstractContextManager[WeightSource]:
+    """The tensors that are expected; see load_model().
+
+    Args:
+        is_whole: the folder has nothing but these, and what the decoder does not need.
+    """
     if load_format == "dummy":
         return nullcontext(RandomWeights(seed, clock))
     if load_format == "auto" and gguf_files(folder):
-        return GGUFCheckpoint(folder, expected, config, clock)
+        return GGUFCheckpoint(folder, expected, config, clock, is_whole)
+    if not is_whole:
+        return Checkpoint(folder, expected, clock, config.packed, ("",), config.traits.stored)
     return open_checkpoint(folder, expected, config, clock)
 
 

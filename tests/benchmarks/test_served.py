@@ -49,11 +49,11 @@ def test_loads_are_closed_loops_and_then_one_open_loop() -> None:
 
 def test_ratios_compare_medians_and_neighbouring_rounds() -> None:
     compared = rounds.compare([10.0, 40.0, 30.0], [5.0, 40.0, 10.0])
-    assert compared == rounds.Compared(median=10, low=5, high=40, ratio=3, ratio_low=1, ratio_high=3)
+    assert compared == rounds.Compared(10, 5, 40, ratio=3, ratio_low=1, ratio_high=3, ratio_middle=2)
 
 
 def test_a_value_of_0_has_no_ratio() -> None:
-    assert rounds.compare([1.0, 2.0], [0.0, 4.0]) == rounds.Compared(2.0, 0.0, 4.0, None, None, None)
+    assert rounds.compare([1.0, 2.0], [0.0, 4.0]) == rounds.Compared(2.0, 0.0, 4.0, None, None, None, None)
     assert rounds.compare([0.0, 0.0], [1.0, 1.0]).ratio == 0
 
 

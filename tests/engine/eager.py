@@ -113,6 +113,7 @@ def draft_always(patch: pytest.MonkeyPatch, count: int = 4) -> None:
     def begin(
         self: Drafting, lacks: Mapping[int, int], output_lens: Mapping[int, int]
     ) -> tuple[dict[int, int], list[int]]:
+        self._step.reach = dict.fromkeys(lacks, 1.0)
         return {seq_id: each - 1 for seq_id, each in lacks.items() if each > BESIDE}, list(lacks)
 
     def goes_on(self: Drafting, confidences: Mapping[int, float]) -> list[int]:
@@ -122,3 +123,6 @@ def draft_always(patch: pytest.MonkeyPatch, count: int = 4) -> None:
     patch.setattr(Speculation, "opens", opens)
     patch.setattr(Drafting, "begin", begin)
     patch.setattr(Drafting, "goes_on", goes_on)
+    patch.setattr(
+        Drafting, "chain", lambda self, seq_ids: (count - self._step.passes, -1.0, -1.0, [1.0] * len(seq_ids))
+    )

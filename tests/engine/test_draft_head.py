@@ -118,5 +118,39 @@ def test_a_checkpoint_without_a_head_ends_the_start_with_one_line(tmp_path: Path
     tiny.save("llama", tmp_path)
     with pytest.raises(EngineError, match=r"^speculative_config: method 'mtp': [^\n]* no head for multi-token [^\n]*$"):
         build(tmp_path)
-    with pytest.raises(ValueError, match=r"method 'mtp' does not go with several ranks \(2\)"):
-        build(tmp_path, tensor_parallel_size=2, num_threads=2)
+    with pytest.raises(ValueError, match=r"method 'mtp' does not go with several stages \(2\)"):
+        build(tmp_path, pipeline_parallel_size=2, num_threads=2)
+    with pytest.raises(ValueError, match=r"method 'eagle3' does not go with several ranks \(2\)"):
+        build(tmp_path, tensor_parallel_size=2, num_threads=2, speculative_config={"method": "eagle3", "model": "x"})
+
+
+def test_ranks_have_the_drafts_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has the head whole, also where each rank has normed some of the rows that it reads."""
+    save("mimo", tmp_path, max_position_embeddings=1024, eos_token_id=0)
+    long = [(11 * at) % 120 + 5 for at in range(800)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in [*PROMPTS[:3], long]]
+    draft_always(monkeypatch, 3)
+    found = []
+    for ranks in (1, 2):
+        options = {"tensor_parallel_size": ranks, "num_threads": ranks, "max_num_batched_tokens": 1024}
+        llm = build(tmp_path, enable_prefix_caching=False, **options)
+        (speculator,) = llm.engine.core.hooks
+        assert isinstance(speculator, Speculator) and speculator.model is not None
+        propose, made = speculator.model.propose, dict[tuple[int, ...], list[int]]()
+
+        def noting(
+            sequences: list[Sequence],
+            drafting: Drafting,
+            propose: Any = propose,
+            made: dict[tuple[int, ...], list[int]] = made,
+        ) -> dict[int, Proposal]:
+            tokens, drafts = {each.seq_id: tuple(each.tokens) for each in sequences}, propose(sequences, drafting)
+            made.update({tokens[seq_id]: proposal.token_ids for seq_id, proposal in drafts.items()})
+            return drafts
+
+        monkeypatch.setattr(speculator.model, "propose", noting)
+        try_all_drafts(monkeypatch, llm)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        found.append(([output.outputs[0].token_ids for output in outputs], made))
+        llm.engine.core.check()
+    assert found[0] == found[1] and len(found[0][1]) > 20

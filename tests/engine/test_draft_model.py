@@ -22,11 +22,12 @@ from headway.engine.draft_model import DraftModel
 from headway.engine.drafter import Speculator
 from headway.engine.layout import StepLayout
 from headway.engine.messages import AddRequest, SequenceOutput
-from headway.kernels.interface import StepGeometry
+from headway.kernels.interface import Chain, StepGeometry
 from headway.kernels.reference import ReferenceKernels
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.step.drafting import BESIDE, Drafting
 from headway.policy.step.request import Resumed, Sequence
+from headway.policy.step.speculation import Proposal
 from tests.engine.eager import check_same, check_same_texts, draft_always, try_all_drafts
 from tests.engine.models import write_config
 from tests.engine.test_drafts import PROMPTS, WANTED
@@ -54,6 +55,16 @@ class Contexts:
             ]
         return torch.tensor(found).unsqueeze(1)
 
+    def chain(self, token_ids: Tensor, step: StepGeometry, caches: Any, chain: Chain) -> list[list[tuple[int, float]]]:
+        tokens, made = token_ids.tolist(), list[list[tuple[int, float]]]([] for _ in token_ids)
+        for at in range(chain.most):
+            for row, (slot, table) in enumerate(zip(step.slots.tolist(), step.block_tables.tolist(), strict=False)):
+                self.memory[slot + at] = tokens[row]
+                context = range(int(step.context_lens[row]) + at)
+                tokens[row] = follows([self.memory[table[each // BLOCK] * BLOCK + each % BLOCK] for each in context])
+                made[row].append((tokens[row], 0.9))
+        return made
+
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0], VOCAB) * 5.0
 
@@ -65,7 +76,7 @@ def follows(tokens: list[int]) -> int:
 def draft_model(num_blocks: int) -> tuple[DraftModel, KVBlocks]:
     model = Contexts(num_blocks)
     runner: Any = SimpleNamespace(
-        model=model, decodes=None, caches=None, vocab_size=VOCAB, recover=lambda: None,
+        model=model, device=torch.device("cpu"), decodes=None, caches=None, vocab_size=VOCAB, recover=lambda: None,
         layout=StepLayout(torch.device("cpu"), BLOCK, SEATS, LONGEST),
         kernels=SimpleNamespace(take=lambda table, rows: table[rows], likeliest=ReferenceKernels().likeliest),
     )  # fmt: skip
@@ -84,6 +95,12 @@ class Wanting(Drafting):
         rng = self.rng
         advance = {n: rng.randrange(1, count) for n, count in lacks.items() if count > BESIDE and rng.random() < 0.8}
         return advance, [n for n, count in lacks.items() if count - advance.get(n, 0) <= BESIDE and rng.random() < 0.8]
+
+    def chain(self, seq_ids: Any) -> tuple[int, float, float, list[float]]:
+        return self.rng.randrange(8), 0.0, 0.0, [1.0] * len(seq_ids)
+
+    def chained(self, confidences: Any, took_ns: int) -> None:
+        assert all(len(each) > 1 for each in confidences.values())
 
     def goes_on(self, confidences: Any) -> list[int]:
         assert all(0.5 < confidence < 1 for confidence in confidences.values())
@@ -145,12 +162,12 @@ def test_a_token_that_the_draft_does_not_know_has_no_drafts() -> None:
 # --- a whole engine ---------------------------------------------------------------------------------
 
 
-def pair(tmp_path: Path, draft: dict[str, Any] | None = None, **options: Any) -> LLM:
+def pair(tmp_path: Path, draft: dict[str, Any] | None = None, longest: int = 256, **options: Any) -> LLM:
     """A random model, and a draft: the same model, or another."""
     folders = [tmp_path / "model", tmp_path / "draft"]
     for folder, changes in zip(folders, ({}, draft or {}), strict=True):
         folder.mkdir(exist_ok=True)
-        write_config(folder, **changes)
+        write_config(folder, max_position_embeddings=longest, **changes)
     given: dict[str, Any] = {
         "device": "cpu", "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "float32", "num_threads": 1,
         "kv_cache_memory": 8 << 20, "max_num_seqs": 16, "max_num_batched_tokens": 48,
@@ -200,6 +217,46 @@ def test_tokens_and_logprobs_are_those_without_drafts(
     model = speculator.model
     assert model is not None and not model._known and model._blocks.num_free == model._blocks.num_blocks
     assert core.scheduler.blocks.usage == 0.0
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8", "block_size": 32}], ids=str)
+def test_a_chain_makes_the_drafts_that_passes_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Also beyond the tokens that attention takes as one part, and at the ends of blocks."""
+    llm = pair(tmp_path, SMALL, 640, max_num_batched_tokens=512, **options)
+    (speculator,) = llm.engine.core.hooks
+    assert isinstance(speculator, Speculator) and speculator.model is not None
+    model, chains = speculator.model, list[tuple[int, int]]()
+    assert model._has_chains
+    try_all_drafts(monkeypatch, llm)
+    draft_always(monkeypatch, 5)
+    propose, chain, made = model.propose, model._chain, dict[tuple[int, ...], Proposal]()
+
+    def noting(sequences: list[Sequence], drafting: Drafting) -> dict[int, Proposal]:
+        tokens, found = {each.seq_id: tuple(each.tokens) for each in sequences}, propose(sequences, drafting)
+        made.update({tokens[seq_id]: proposal for seq_id, proposal in found.items()})
+        return found
+
+    def counting(*given: Any) -> list[list[tuple[int, float]]]:
+        drafts = chain(*given)
+        chains.append((len(drafts), len(drafts[0]) if drafts else 0))
+        return drafts
+
+    monkeypatch.setattr(model, "propose", noting)
+    monkeypatch.setattr(model, "_chain", counting)
+    prompts = [{"prompt_token_ids": [(7 * at) % 90 + first for at in range(490)]} for first in (5, 11, 17)]
+    for has_chains in (True, False):
+        model._has_chains = has_chains
+        for count in (1, 3):
+            wanted = [SamplingParams(temperature=0.0, max_tokens=50 - at, ignore_eos=True) for at in range(count)]
+            llm.generate(prompts[:count], wanted)
+        if has_chains:
+            by_chain, made = made, {}
+    assert by_chain.keys() == made.keys() and len(made) > 30 and {(1, 5), (3, 5)} <= set(chains)
+    for tokens, proposal in made.items():
+        assert by_chain[tokens].token_ids == proposal.token_ids
+        assert by_chain[tokens].confidences == pytest.approx(proposal.confidences, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +313,12 @@ def test_a_draft_that_fails_ends_no_request(
     monkeypatch.setattr(speculator, "model", model)
     runs = iter(range(100))
 
-    def run(plan: Any) -> Any:
+    def laid_out(plan: Any) -> Any:
         if next(runs) == 7:
             raise RuntimeError("broken")
-        return DraftModel.run(model, plan)
+        return DraftModel._laid_out(model, plan)
 
-    monkeypatch.setattr(model, "run", run)
+    monkeypatch.setattr(model, "_laid_out", laid_out)
     with caplog.at_level(logging.ERROR, "headway.engine"):
         (output,) = drafted.generate(SAID, params)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -64,12 +64,13 @@ def write(
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     given: Mapping[str, Tensor] | None = None,
     fused_experts: bool = False,
+    head: Mapping[str, Tensor] | None = None,
     **writer_options: Any,
 ) -> dict[str, Tensor]:
     """Write a model whose matrices become random blocks of the types that kind_of names; return them dequantised.
 
     F32, F16 and BF16 keep the model's own numbers, or those that are given. With fused_experts, gates and what they let
-    through are one tensor.
+    through are one tensor. The last layer is that of a head for multi-token prediction, if there are tensors of one.
     """
     config = model.config
     architecture = type(model).__name__.replace("DeepseekV3", "DeepseekV2")
@@ -77,7 +78,9 @@ def write(
     writer = gguf.GGUFWriter(path, family, **writer_options)
     if family == "gemma4":  # whose layers have sizes of their own
         config.allow_global_per_layer_attribute_access = True
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head:
+        writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -91,8 +94,8 @@ def write(
         of_layers = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
         writer.add_feed_forward_length(config.intermediate_size if gate is None else gate.out_features)
         writer.add_head_count_kv(of_layers if "conv" in kinds else 1 if latent else config.num_key_value_heads)
-        writer.add_key_length(latent + config.qk_rope_head_dim if latent else head)
-        writer.add_value_length(latent or head)
+        writer.add_key_length(latent + config.qk_rope_head_dim if latent else head_dim)
+        writer.add_value_length(latent or head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps if "conv" in kinds else config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -106,7 +109,7 @@ def write(
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if family in ("phi3", "glm4", "glm4moe", "minimax-m2", "qwen3next", "qwen35", "qwen35moe"):
-        writer.add_rope_dimension_count(int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     if family == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         for kind in ("long", "short"):
@@ -145,9 +148,10 @@ def write(
     (tokenizer or byte_tokenizer)(writer)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
+    known |= {name for name in gguf.TENSOR_NAMES.values() if ".nextn." in name}  # newer converters have it of all heads
     plain: dict[str, Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
-    for seed, (name, tensor) in enumerate(_tensors(model).items()):
+    for seed, (name, tensor) in enumerate((_tensors(model) | dict(head or {})).items()):
         theirs, expert = gguf_name(name, family)
         stem = re.sub(r"\.\d+\.", ".{bid}.", theirs)
         if family == "gemma4":

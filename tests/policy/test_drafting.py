@@ -211,6 +211,34 @@ def test_passes_fit_into_the_slack() -> None:
     assert [drafted(slack) for slack in (0.0, 1.9, 2.1, 4.1, 9.0)] == [0, 0, 1, 2, 4]
 
 
+@pytest.mark.parametrize("confidence", [0.3, 0.7, 0.9, 0.98])
+@pytest.mark.parametrize("pass_ms", [0.5, 2.0, 6.0])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_chain_is_as_long_as_passes_that_are_decided_one_by_one(
+    confidence: float, pass_ms: float, sequences: int
+) -> None:
+    counts, all_of = [], dict.fromkeys(range(sequences), 1)
+    for in_chains in (False, True):
+        drafting = Drafting(MOST)
+        for _ in range(3):
+            drafting.passed(sequences, int(pass_ms * MS))
+        drafting.open(sequences, lambda rows: memory_bound(rows) * MS, 12 * sequences, 40.0 * MS)
+        going = drafting.begin(all_of, all_of)[1]
+        passes = 0
+        while going:
+            drafts, (bounds, chances) = 1, drafting.hits.by_confidence
+            if in_chains:
+                most, cost, each, worths = drafting.chain(going)
+                chance = chances[sum(bound <= confidence for bound in bounds)]
+                while drafts < min(most, 4) and worths[0] * chance**drafts > max(each, cost / sequences):
+                    drafts += 1
+                drafting.chained(dict.fromkeys(going, [confidence] * drafts), int(drafts * pass_ms * MS))
+            passes, going = passes + drafts, drafting.goes_on(dict.fromkeys(going, confidence))
+        counts.append(passes)
+    assert counts[0] == counts[1]
+    assert counts[0] <= 11, "as many rows as there may be"
+
+
 def test_a_model_s_probabilities_are_corrected_by_what_is_drawn() -> None:
     hits = Confidences()
     assert hits.chance(0.95) == pytest.approx(0.935)

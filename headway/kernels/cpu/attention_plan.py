@@ -14,6 +14,7 @@ from headway.kernels.interface import StepGeometry
 SPLIT = 512
 _TILE_QUERIES = 112
 HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 3, 8, 7
+_POSITION, _END = 3, 5  # words of an item
 
 Row = tuple[int, ...]
 
@@ -83,6 +84,19 @@ class AttentionPlan:
         if len(numbers) > len(self._memory):
             self._take(2 * len(numbers))
         self._memory[: len(numbers)] = numbers
+
+    def growing(self) -> list[int]:
+        """The addresses of what is one more with each further token of all sequences, which have one token each.
+
+        No part of a context begins, and there are no families.
+        """
+        (_, contexts), memory, found = self._lens, self._memory, list[int]()
+        for tile in range(int(memory[0])):
+            at = HEADER_WORDS + tile * ITEM_WORDS
+            found.append(self._address + 8 * (at + _POSITION))
+            if memory[at + _END] == contexts[memory[at]]:
+                found.append(self._address + 8 * (at + _END))
+        return found
 
 
 class _Cut:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.kernels.adapters import Adapted, AdapterRows, AdapterSpec
@@ -189,15 +190,21 @@ class FurtherKernels:
 
     def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
         """See Kernels."""
-        logits = logits.contiguous()
-        count, stride = logits.shape
+        count = len(logits)
         tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
+        self.write_likeliest(logits.contiguous(), size, tokens, masses)
+        return (1.0 / masses).tolist(), tokens.tolist()
+
+    def write_likeliest(
+        self, logits: Tensor, size: int, tokens: NDArray[np.int64], masses: NDArray[np.float64]
+    ) -> None:
+        """Write the likeliest token of each row, and the sum of all probabilities relative to it, but of no bad row."""
+        count, stride = logits.shape
         row_bytes = stride * logits.element_size()
         arguments = logits.data_ptr(), row_bytes, size, tokens.ctypes.data, masses.ctypes.data
         code = cpu_sampling.likeliest_job(KINDS[logits.dtype])
         work = logits.numel() if count > 1 else 0
         self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
-        return (1.0 / masses).tolist(), tokens.tolist()
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
         """See Kernels."""

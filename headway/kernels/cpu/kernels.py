@@ -18,6 +18,7 @@ from headway.kernels.cpu import sampling as cpu_sampling
 from headway.kernels.cpu.arithmetic import ALL_KINDS, FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
+from headway.kernels.cpu.chain import MOST_GROWING, MOST_ROWS, Chains
 from headway.kernels.cpu.choice import Way, choice_for
 from headway.kernels.cpu.chunks import ARRANGED, LATENT, PLAIN
 from headway.kernels.cpu.further import SCATTERED, FurtherKernels
@@ -27,6 +28,7 @@ from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import (
     AttentionShape,
+    Chain,
     LayerCache,
     Linear,
     SinkQueries,
@@ -66,6 +68,7 @@ class CpuKernels(FurtherKernels):
         # Jobs by the dtypes of queries and cache, and whether they are on matrix tiles.
         self._attending: dict[tuple[torch.dtype, torch.dtype], tuple[int, bool]] = {}
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
+        self._chains: Chains | None = None
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
         """See Kernels."""
@@ -120,6 +123,42 @@ class CpuKernels(FurtherKernels):
             del self._programs[next(iter(self._programs))]
         self._programs[name] = program
         return program.result
+
+    def chain(
+        self,
+        key: Hashable,
+        step: StepGeometry,
+        attentions: Sequence[AttentionShape],
+        token_ids: Tensor,
+        run: Callable[[], Tensor],
+        chain: Chain,
+    ) -> list[list[tuple[int, float]]]:
+        """See Kernels. There are none where jobs are timed, and where more changes with each token than places."""
+        has_more = step.groups or step.families or any(each.window for each in attentions)
+        if self._team.is_timed or has_more or len(token_ids) > MOST_ROWS:
+            return []
+        chains = self._chains = self._chains or Chains(self._team)
+
+        def whole() -> Tensor:
+            logits = run()
+            self.write_likeliest(logits, chain.size, chains.tokens, chains.masses)
+            return logits
+
+        plans = dict[int, AttentionPlan]()
+        for heads, kv_heads, width, _ in attentions:
+            plan = self._plan_of(step, heads, kv_heads, None)
+            plan.reserve(heads, width)
+            plans[id(plan)] = plan
+        growing = [address for each in plans.values() for address in each.growing()]
+        growing += [
+            place.data_ptr() + 8 * row for place in (step.positions, step.slots) for row in range(len(token_ids))
+        ]
+        if len(growing) > MOST_GROWING:
+            return []
+        name = (key, chain.size), *(each.places for each in self._plans.values())
+        if name not in self._programs:
+            self.repeat((key, chain.size), step, attentions, whole)  # this pass is the chain's first, which is repeated
+        return chains.run(self._programs[name], chain, token_ids.data_ptr(), step.context_lens.data_ptr(), growing)
 
     def _plan_of(self, step: StepGeometry, heads: int, kv_heads: int, window: int | None) -> AttentionPlan:
         """How the step is cut where so many query heads share as many key/value heads."""

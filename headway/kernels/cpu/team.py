@@ -109,6 +109,15 @@ class Team:
         self._replay(self._board, program.entries.ctypes.data, len(program.entries))
         return program.result
 
+    def loop(self, program: Program, code: Callable[[int, int, int, int], None], memory: int) -> None:
+        """Run code that replays a program; its last argument is `memory`. Its jobs are not timed."""
+        self._wake()
+        code(self._board, program.entries.ctypes.data, len(program.entries), memory)
+
+    @property
+    def is_timed(self) -> bool:
+        return self._times is not None
+
     def time_jobs(self, wanted: bool) -> None:
         """Begin to note when each job begins and ends, or end that. What is not wanted costs nothing."""
         run, run_alone, replay = (callable_of(each) for each in (run_job, run_job_alone, replay_jobs))

@@ -29,11 +29,16 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GGUFCheckpoint:
     """The GGUF files of a folder, memory-mapped. A WeightSource; use as a context manager.
 
+    Args:
+        is_whole: the files have nothing but the model that is expected, and the layers behind its last.
+
     Raises:
         ModelError: a tensor is missing, has another shape, or no place in the model; or see read_gguf.
     """
 
-    def __init__(self, folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock) -> None:
+    def __init__(
+        self, folder: Path, expected: Shapes, config: ModelConfig, clock: StageClock, is_whole: bool = True
+    ) -> None:
         self._clock, self._config, self._stack = clock, config, ExitStack()
         model = read_gguf(gguf_files(folder)[0])
         self._model, self._turned, family = model, turns_neighbours(model), family_of(model)
@@ -51,7 +56,7 @@ class GGUFCheckpoint:
             if _squeezed(tensor.shape) != _squeezed(shape):
                 said = f"has shape {list(model.tensors[theirs].shape)}, but {list(shape)} is needed"
                 raise ModelError(f"{model.path}: tensor {theirs} {said}{'' if expert is None else ' of each expert'}")
-        for name in left_over(model, used, config.shape.layers):
+        for name in left_over(model, used, config.shape.layers) if is_whole else ():
             raise ModelError(f"{model.path}: tensor {name} has no place in the model that the file describes")
         try:
             self._mapped = {path: self._map(path) for path in {tensor.path for tensor in self._tensors.values()}}

@@ -202,6 +202,11 @@ class Confidences:
         kind = bisect_right(_BY_CONFIDENCE, confidence)
         return self._hits[kind] / self._drafts[kind]
 
+    @property
+    def by_confidence(self) -> tuple[tuple[float, ...], list[float]]:
+        """Bounds of probabilities, and the chance of drafts below the first, from the first on, and so on."""
+        return _BY_CONFIDENCE, [hits / drafts for hits, drafts in zip(self._hits, self._drafts, strict=True)]
+
     def chances(self, confidences: list[float]) -> list[float]:
         """The chance that each draft and all before it are right, as far as that is worth a row."""
         found: list[float] = []

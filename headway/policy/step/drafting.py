@@ -15,7 +15,7 @@ when this changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.policy.step.draft_measures import Confidences, Pace, RowTimes
@@ -170,6 +170,38 @@ class Drafting:
         wins_ns = sum([worth[seq_id] for seq_id in going])
         takes_ns = self._pass_ns(max(1, len(going))) + len(going) * row_ns
         return going if wins_ns > takes_ns and takes_ns <= step.most_ns else []
+
+    def chain(self, seq_ids: Sequence[int]) -> tuple[int, float, float, list[float]]:
+        """How far sequences, which have another draft, are drafted for without a decision after each pass.
+
+        Returns:
+            how many passes there may be; how much a pass must win with all, and with each of them; and what a right
+            draft of each wins, times the chance that all so far are right. Rows cost what they do on average.
+        """
+        step, count = self._step, len(seq_ids)
+        pass_ns, rows = self._pass_ns(count), step.decoding + step.drafts
+        most = min(self._most - step.passes, (step.most_rows - rows) // count)
+        if pass_ns and math.isfinite(step.most_ns):
+            most = min(most, int(step.most_ns / pass_ns))
+        if not step.value_ns or most < 1:
+            return 0, 0.0, 0.0, []
+        row_ns = (step.step_ns(rows + most * count) - step.step_ns(rows)) / (most * count)
+        each_ns = row_ns + (pass_ns - self._pass_ns(1)) / count
+        worths = [step.reach[seq_id] * self.hits.usual(seq_id) * step.value_ns for seq_id in seq_ids]
+        return most, pass_ns + count * row_ns, each_ns, worths
+
+    def chained(self, confidences: Mapping[int, Sequence[float]], took_ns: int) -> None:
+        """A chain has given sequences drafts of these probabilities. goes_on() is still to be told of the last ones."""
+        step, count = self._step, len(confidences)
+        passes = len(next(iter(confidences.values())))
+        for _ in range(passes):
+            self.passed(count, took_ns // passes)
+        step.passes += passes - 1
+        step.drafts += (passes - 1) * count
+        step.most_ns -= (passes - 1) * self._pass_ns(count)
+        for seq_id, given in confidences.items():
+            for confidence in given[:-1]:
+                step.reach[seq_id] *= self.hits.chance(confidence)
 
     def _probe(self, lacks: Mapping[int, int], plain_ns: float) -> tuple[dict[int, int], list[int]]:
         """A draft for the sequence that lacks least, once enough time was saved for it."""

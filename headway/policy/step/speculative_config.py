@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
-HEADS = ("mtp", "eagle3")
 _WITH_MODEL = {
     "draft_model": "a small model with the same tokenizer",
     "eagle3": "a head that was trained for the model",
