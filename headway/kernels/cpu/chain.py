@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from headway.kernels.cpu.compile import callable_of, compiled
-from headway.kernels.cpu.simd import read_float64, read_int32, read_int64, write_float64, write_integer
 from headway.kernels.cpu.jobs import replay_jobs
+from headway.kernels.cpu.simd import read_float64, read_int32, read_int64, write_float64, write_integer
 from headway.kernels.cpu.team import Program, Team
 from headway.kernels.interface import Chain
 
