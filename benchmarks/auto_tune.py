@@ -75,7 +75,7 @@ SMALL = "qwen2.5-7b", "L4", 1, (2500.0, 150.0)
 LARGE = "llama-3.1-70b", "H100-SXM", 4, (1500.0, 60.0)
 CASES = {
     "chat, good settings": Case("azure", *SMALL, rate=0.25),
-    "chat, seats too few": Case("azure", *SMALL, rate=0.25, seqs=8),
+    "chat, seats too few": Case("azure", *SMALL, rate=0.25, seqs=20),
     "chat, window of 500 ms": Case("azure", *SMALL, rate=0.25, window_ms=(500.0, 500.0)),
     "chat, short steps": Case("azure", *SMALL, rate=0.25, tokens=256, stall_ms=10.0),
     "chat, more than it can serve": Case("azure", *SMALL, rate=0.4),
@@ -84,7 +84,7 @@ CASES = {
     "two classes, good settings": Case("mixed", *SMALL),
     "two classes, seats kept for the batch": Case("mixed", *SMALL, seqs=16, batch_share=0.5),
     "long prompts from the half hour on": Case("changing", *SMALL),
-    "the same, seats too few": Case("changing", *SMALL, seqs=8),
+    "the same, seats too few": Case("changing", *SMALL, seqs=20),
 }
 
 

@@ -156,6 +156,7 @@ class Changing(Counted):
         return found
 
 
+@pytest.mark.slow
 def test_when_the_load_changes_it_goes_back_to_the_start_without_a_trial() -> None:
     first, later = asked(2.0, 250.0), asked(2.0, 200.0, prompt=300)
     for number, each in enumerate(later):
@@ -166,6 +167,7 @@ def test_when_the_load_changes_it_goes_back_to_the_start_without_a_trial() -> No
     assert server.moves[2][0] > 250 * S and "the load has changed" in server.moves[2][1].words
 
 
+@pytest.mark.slow
 def test_a_trial_ends_with_the_engine() -> None:
     server = tuned(asked(2.0, 200.0), 3)
     tuner, history = server.tuner, server.history

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,8 +40,8 @@ MOST_LEAD_NS, MOST_SETTLING_NS = 60 * S, 60 * S
 # Above this, the slowest requests are further from their objectives than they need to be.
 LACKS = math.log(0.6)
 RANKED_EVERY_NS = 600 * S
-# All changes are simulated over so many periods, and the best so many over all periods, with so many seeds.
-SCREENED, FINALISTS, SEEDS = 2, 2, 2
+# All changes are simulated over so many periods, and the best so many over all periods, twice.
+SCREENED, FINALISTS = 2, 2
 # How far apart a simulation and what was measured may be, in the mean of the logarithm, to be believed in differences.
 OFF = 0.7
 # Trials may make the loss of an hour worse by this much; the loss is the mean of a quarter of the requests.
@@ -146,8 +146,9 @@ class OnlineTuner:
         self._harms: deque[tuple[int, float]] = deque()  # when, and how many requests times how much worse
         self._counts: deque[tuple[int, int]] = deque()  # when, and how many requests were judged
         self._proven: Load | None = None  # the load under which the last change was
-        self._ranked_ns = -HOUR
+        self._ranked_ns, self._pause_ns = -HOUR, RANKED_EVERY_NS  # when, and how soon again
         self._ranked_load: Load | None = None
+        self._advised: Load | None = None  # the load by which restarts were thought of
         self._ranking: Iterator[Move | None] | None = None
         self._is_due = False  # whether it goes on whatever it takes
         self._told: set[str] = set()
@@ -183,6 +184,7 @@ class OnlineTuner:
         """The operator has other settings: begin anew with these."""
         self.start, self._proven, self.trial = start, None, None
         self._failed.clear()
+        self._ranked_ns, self._pause_ns = -HOUR, RANKED_EVERY_NS
         self._set(start, now)
         return [Move("went back", "the files were read again; their settings hold until something is proven", start)]
 
@@ -229,7 +231,9 @@ class OnlineTuner:
         unproven = self._proven is not None and load.unlike(self._proven)
         if self.now != self.start and unproven:
             self._ranking, self._is_due, self._proven = self._compare_with_start(), True, load
-        elif self._lacks() and (changed or now - self._ranked_ns >= RANKED_EVERY_NS):
+        elif self._lacks() and (changed or now - self._ranked_ns >= self._pause_ns):
+            if changed:
+                self._pause_ns = RANKED_EVERY_NS
             self._ranked_ns, self._ranked_load = now, load
             self._ranking, self._is_due = self._rank(load), False
         elif self._ranking is None:
@@ -247,47 +251,51 @@ class OnlineTuner:
         """Simulate each change, one at a time, and yield a move where there is something to do."""
         periods = list(self._periods)
         self.doing = "simulating what requests came to"
-        plain: list[Forecast] = []
-        for seed in range(SEEDS):
-            if (simulated := self._forecast(self.now, periods, seed)) is None:
-                return
-            plain.append(simulated)
-            yield None
-        latest = periods[-SCREENED:]
-        plain_latest = self._forecast(self.now, latest)
-        if plain_latest is None or not self._believes(plain[0], periods):
+        self._pause_ns *= 2
+        plain = self._forecast(self.now, periods)
+        if plain is None or not self._believes(plain, periods):
             return
         yield None
-        found: list[Prediction] = []
+        best = yield from self._best(self._untried(load), plain, periods)
+        if best is not None and self._credit() > 0:
+            yield self._try(best, plain, periods, load)
+        if best is not None or (self._advised is not None and not load.unlike(self._advised)):
+            return
+        self._advised = load
+        best = yield from self._best(self._levers.with_restart(self.now), plain, periods)
+        if best is not None and best.low >= LEAST_GAIN and best.change.typed not in self._told:
+            self._told.add(best.change.typed)
+            words = f"{best.change.typed} is predicted to come {best} x nearer to objectives; it takes a restart"
+            yield Move("recommended", words, None, best.change.typed)
+
+    def _untried(self, load: Load) -> Iterator[Change]:
+        """Changes that were not tried in vain under a like load."""
         for change in self._levers.changes(self.now, load.classes):
-            failed = self._failed.get(change.typed)
-            if failed is not None and not load.unlike(failed):
-                continue
+            if (failed := self._failed.get(change.typed)) is None or load.unlike(failed):
+                yield change
+
+    def _best(
+        self, changes: Iterator[Change], plain: Forecast, periods: list[Period]
+    ) -> Generator[None, None, Prediction | None]:
+        """The change with the greatest predicted gain; None where none is predicted to gain enough."""
+        latest, found = periods[-SCREENED:], list[Prediction]()
+        of_latest = self._forecast(self.now, latest)
+        for change in changes if of_latest is not None else ():
             self.doing = f"simulating {change.typed}"
-            if (prediction := self._predicted(change, [plain_latest], latest)) is not None and prediction.times > 1.0:
+            prediction = self._predicted(change, [of_latest], latest)
+            if prediction is not None and prediction.times >= LEAST_GAIN:
                 found.append(prediction)
             yield None
         found.sort(key=lambda each: each.times, reverse=True)
-        best: Prediction | None = None
+        again = self._forecast(self.now, periods, 1) if found else None
+        several, sure = [plain, again] if again is not None else [plain], list[Prediction]()
         for each in found[:FINALISTS]:
-            prediction = self._predicted(each.change, plain, periods)
-            if prediction is not None and (best is None or prediction.times > best.times):
-                best = prediction
+            prediction = self._predicted(each.change, several, periods)
+            if prediction is not None and prediction.low > 1.0 and prediction.times >= LEAST_GAIN:
+                sure.append(prediction)
             yield None
         self.doing = "watching"
-        if best is not None and best.low > 1.0 and best.times >= LEAST_GAIN:
-            if self._credit() > 0:
-                yield self._try(best, plain[0], periods, load)
-            return
-        for change in self._levers.with_restart(self.now):
-            if change.typed in self._told:
-                continue
-            prediction = self._predicted(change, plain, periods)
-            if prediction is not None and prediction.low >= LEAST_GAIN:
-                self._told.add(change.typed)
-                words = f"{change.typed} is predicted to come {prediction} x nearer to objectives; it takes a restart"
-                yield Move("recommended", words, None, change.typed)
-            yield None
+        return max(sure, key=lambda each: each.times, default=None)
 
     def _predicted(self, change: Change, plain: list[Forecast], periods: list[Period]) -> Prediction | None:
         """What a change is predicted to gain; None where it cannot be had, or slows others down.
@@ -309,7 +317,7 @@ class OnlineTuner:
 
     def _forecast(self, options: SchedulingOptions, periods: list[Period], seed: int = 0) -> Forecast | None:
         since = periods[0].began
-        lead_ns = round(min(2 * self._history.usual_length_ns(since), MOST_LEAD_NS))
+        lead_ns = round(min(self._history.usual_length_ns(since), MOST_LEAD_NS))
         try:
             return self._forecaster.of(options, since, periods[-1].ended, lead_ns, seed)
         except ValueError:
@@ -339,7 +347,7 @@ class OnlineTuner:
             each.simulated = simulated
         distances = np.concatenate([each.distances for each in periods])
         usual = float(distances.mean()), float(distances.std())
-        before, now = self.now, self._now_ns
+        before, now, self._pause_ns = self.now, self._now_ns, RANKED_EVERY_NS
         settling_ns = round(min(max(PERIOD_NS / 2, self._history.usual_length_ns(periods[0].began)), MOST_SETTLING_NS))
         self._set(applied(before, [best.change]), now)
         self._period_began = now + settling_ns
@@ -367,7 +375,7 @@ class OnlineTuner:
         if race.verdict == "better":
             self.trial, self._proven = None, load
             self._set(self.now, now)
-            self._ranked_ns = now - RANKED_EVERY_NS  # something else may help on top of it
+            self._ranked_ns, self._pause_ns = -HOUR, RANKED_EVERY_NS  # something else may help on top of it
             return [Move("kept", f"kept {change}: requests came {shown} nearer to objectives", None, change)]
         if unlike:
             return [self._roll_back(now, f"the load has changed: {unlike}")]
