@@ -53,6 +53,7 @@ class Case:
     Args:
         trace: name of a function below.
         rate: how many times as many requests as in the trace come.
+        shorter: how many times as short prompts and answers are.
         seqs, tokens: what it begins with; it has room for those of `bounds`.
         objectives: TTFT and TPOT of the class `chat`, in milliseconds.
     """
@@ -66,25 +67,26 @@ class Case:
     tokens: int = 2048
     stall_ms: float = 50.0
     rate: float = 1.0
+    shorter: int = 1
     window_ms: tuple[float, float] = (0.0, 5.0)
     batch_share: float = 0.0
     bounds: Bounds = BOUNDS
 
 
-SMALL = "qwen2.5-7b", "L4", 1, (2500.0, 150.0)
+SMALL = "qwen2.5-7b", "L4", 1, (1200.0, 120.0)
 LARGE = "llama-3.1-70b", "H100-SXM", 4, (1500.0, 60.0)
 CASES = {
-    "chat, good settings": Case("azure", *SMALL, rate=0.25),
-    "chat, seats too few": Case("azure", *SMALL, rate=0.25, seqs=20),
-    "chat, window of 500 ms": Case("azure", *SMALL, rate=0.25, window_ms=(500.0, 500.0)),
-    "chat, short steps": Case("azure", *SMALL, rate=0.25, tokens=256, stall_ms=10.0),
-    "chat, more than it can serve": Case("azure", *SMALL, rate=0.4),
+    "chat, good settings": Case("azure", *SMALL, rate=0.4, shorter=4),
+    "chat, seats too few": Case("azure", *SMALL, rate=0.4, shorter=4, seqs=8),
+    "chat, window of 500 ms": Case("azure", *SMALL, rate=0.4, shorter=4, window_ms=(500.0, 500.0)),
+    "chat, short steps": Case("azure", *SMALL, rate=0.4, shorter=4, tokens=256, stall_ms=10.0),
+    "chat, more than it can serve": Case("azure", *SMALL, rate=0.8, shorter=4),
     "conversations, good settings": Case("mooncake", *LARGE, rate=0.1),
     "conversations, seats too few": Case("mooncake", *LARGE, rate=0.1, seqs=4),
-    "two classes, good settings": Case("mixed", *SMALL),
-    "two classes, seats kept for the batch": Case("mixed", *SMALL, seqs=16, batch_share=0.5),
-    "long prompts from the half hour on": Case("changing", *SMALL),
-    "the same, seats too few": Case("changing", *SMALL, seqs=20),
+    "two classes, good settings": Case("mixed", *SMALL, shorter=4),
+    "two classes, seats kept for the batch": Case("mixed", *SMALL, shorter=4, seqs=8, batch_share=0.5),
+    "long prompts from the half hour on": Case("changing", *SMALL, shorter=4),
+    "the same, seats too few": Case("changing", *SMALL, shorter=4, seqs=6),
 }
 
 
@@ -148,6 +150,7 @@ def requests(case: Case, folder: Path, seconds: float) -> Iterator[Arrival]:
     }[case.trace](folder):
         if at >= seconds:
             return
+        prompt, output = -(-prompt // case.shorter), -(-output // case.shorter)
         times = int(case.rate) + (chance.random() < case.rate % 1.0)
         for copy in range(times):
             blocks = [(block + copy * 100_000_000, 512) for block in shared]

@@ -280,7 +280,9 @@ class OnlineTuner:
         """The change with the greatest predicted gain; None where none is predicted to gain enough."""
         latest, found = periods[-SCREENED:], list[Prediction]()
         of_latest = self._forecast(self.now, latest)
-        for change in changes if of_latest is not None else ():
+        if of_latest is None:
+            return None
+        for change in changes:
             self.doing = f"simulating {change.typed}"
             prediction = self._predicted(change, [of_latest], latest)
             if prediction is not None and prediction.times >= LEAST_GAIN:
