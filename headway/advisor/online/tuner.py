@@ -50,7 +50,7 @@ CLEARLY = 2.0  # standard errors
 OTHERS_SLOWER = 1.05  # most that requests without objectives may be slowed down by, as predicted
 CPU_SHARE, CPU_CREDIT_S = 0.02, 10.0
 
-Kind = Literal["tried", "kept", "rolled back", "went back", "recommended", "noted"]
+Kind = Literal["tried", "kept", "rolled back", "went back", "recommended"]
 
 
 @dataclass(frozen=True, slots=True)
