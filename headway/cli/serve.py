@@ -18,6 +18,7 @@ from headway.cli.commands import config_lines, fail, spread_modules, take_defaul
 from headway.cli.help import Command
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
+from headway.policy.step.bounds import Bounds
 from headway.policy.step.policies import policy_class
 from headway.server.settings import ServerSettings
 
@@ -107,7 +108,26 @@ def serve(
         if module.name in server.known_names:
             fail(f"--lora-modules: {module.name!r} is the base model; choose another name")
     server.priority_allowed = policy_class(engine.scheduling_policy).uses_priority
+    _prepare_tuning(server, engine)
     _run(engine, server, chat_template, replay, engine_timeout)
+
+
+def _prepare_tuning(server: ServerSettings, engine: EngineConfig) -> None:
+    """Have the engine record its traffic, with room for what --auto-tune may do; or end the command."""
+    if not server.auto_tune:
+        if server.auto_tune_bounds is not None:
+            fail("--auto-tune-bounds bounds what --auto-tune does; add that, or leave it out")
+        return
+    if engine.role != "both":
+        fail("--auto-tune predicts by simulation, and what another engine computes is not simulated; leave out --role")
+    from headway.server.auto_tune import record_traffic
+
+    server.auto_tune_bounds = server.auto_tune_bounds or Bounds()
+    try:
+        engine.limits = server.auto_tune_bounds.make_room(engine)
+    except ValueError as error:
+        fail(f"--auto-tune-bounds: {error}")
+    engine.record_traffic = record_traffic()
 
 
 def check_metrics_prefix(prefix: str) -> None:

@@ -142,6 +142,12 @@ def _build(
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
         hooks = _hooks(start, runner, scheduler, draft, adapters)
+    if config.record_traffic is not None:
+        from headway.engine.traffic import traffic_of
+
+        hooks.append(traffic_of(config, scheduler, str(device), shown))
+    if config.limits is not None:
+        scheduler.set_classes(config.classes, config.weights, config.limits)
     steps = None
     if pool.ahead is not None and config.async_scheduling and all(hook.allows_ahead for hook in hooks):
         steps = StepsAhead(scheduler, pool.ahead)

@@ -43,6 +43,7 @@ from headway.engine.served_adapters import AdapterError as AdapterError
 from headway.engine.served_adapters import ServedAdapters
 from headway.engine.watchdog import Watchdog
 from headway.policy.objectives.service_class import ClassTable
+from headway.policy.step.scheduler_config import StepLimits
 
 # Pauses before the engine is started again, by how many engines in a row have lived for less than STABLE_S.
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)
@@ -360,10 +361,10 @@ class EngineClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(framed(encoded))
 
-    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
-        """Set the classes of new requests and the weights of tenants, also for engine processes to come."""
-        self.config = replace(self.config, classes=classes, weights=weights)
-        self._send(SetClasses(classes, weights))
+    def set_classes(self, classes: ClassTable, weights: dict[str, float], limits: StepLimits | None = None) -> None:
+        """Set what SetClasses has, also for engine processes to come."""
+        self.config = replace(self.config, classes=classes, weights=weights, limits=limits or self.config.limits)
+        self._send(SetClasses(classes, weights, limits))
 
     def _answer_explain(self, answer: Explanation | EngineDead) -> None:
         asked = self._explaining.popleft()

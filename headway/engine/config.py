@@ -14,7 +14,7 @@ from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.policies import policy_class
-from headway.policy.step.scheduler_config import check_budget
+from headway.policy.step.scheduler_config import StepLimits, check_budget
 from headway.policy.step.speculative_config import SpeculativeConfig
 
 _model, _engine = functools.partial(Flag, panel="Model"), functools.partial(Flag, panel="Engine")
@@ -111,6 +111,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     Args:
         model: folder of a Hugging Face checkpoint.
         preloaded: prompts that are computed at the start and stay.
+        limits: of the first steps, where those that the flags say are only the most that may come.
+        record_traffic: file for what `policy.step.traffic` records, which is begun anew when it is large.
         preload_what_fits: leave out those that do not fit, and adapters that cannot be had, instead of not starting.
         max_model_len: None takes the model's, lowered to what the KV pool holds.
 
@@ -125,6 +127,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     attention_window: AttentionWindowFlag = None
     preloaded: list[PreloadedPrompt] = field(default_factory=list)
     preload_what_fits: bool = False
+    limits: StepLimits | None = None
+    record_traffic: str | None = None
     seed: Annotated[int, _engine("Seed of dummy weights.")] = 0
     tensor_parallel_size: Annotated[
         int,

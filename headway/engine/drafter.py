@@ -175,7 +175,6 @@ class Speculator(StepHooks):
     ) -> None:
         self._drafter = drafter
         self._clock = clock
-        self._most = most
         self._scheduler = scheduler
         self.model = model
         self._policy = Speculation(most, scheduler.accounting.step_time, drafting)
@@ -208,13 +207,14 @@ class Speculator(StepHooks):
         if not self._is_due:
             return
         self._is_due = False
-        if not policy.asks():
+        most = policy.limit(scheduler.config.most_drafts)
+        if not policy.asks() or not most:
             return
         began = self._clock()
         running = scheduler.running
         decoding = [sequence for sequence in running if sequence.is_decoding]
         free = [each for each in decoding if not each.params.without_drafts]
-        proposals = self._drafter.propose(free, self._most)
+        proposals = self._drafter.propose(free, most)
         has_seats = len(running) < scheduler.config.max_num_seqs
         with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)
         by_model_ns = 0

@@ -13,8 +13,9 @@ from headway.engine.config import EngineConfig
 from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.request import Request
+from headway.policy.step.scheduler_config import StepLimits
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -41,10 +42,11 @@ class AbortRequest(_Message):
 
 
 class SetClasses(_Message):
-    """Sets the classes of new requests and the weights of tenants."""
+    """Sets the classes of new requests, the weights of tenants, and what a step may hold; None leaves the latter."""
 
     classes: ClassTable
     weights: dict[str, float]
+    limits: StepLimits | None = None
 
 
 class LoadAdapter(_Message):

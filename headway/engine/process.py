@@ -196,7 +196,7 @@ def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:
             elif isinstance(message, AbortRequest):
                 core.abort(message.request_id, message.index)
             elif isinstance(message, SetClasses):
-                core.scheduler.set_classes(message.classes, message.weights)
+                core.scheduler.set_classes(message.classes, message.weights, message.limits)
             elif isinstance(message, Explain):
                 from headway.engine.explaining import explanation  # only looked at by people
 

@@ -21,6 +21,7 @@ from headway.engine.config import EngineConfig
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.step.recording import FORMAT, Record, RecordedEngine, RecordedScheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.traffic import Traffic
 from headway.version import __version__
 
 _FLUSH_BYTES = 1 << 16
@@ -32,12 +33,15 @@ logger = logging.getLogger("headway.engine")
 class RecordFile:
     """Appends records to a file, or to a new one. When writing fails, the file is left as it is.
 
+    Args:
+        most_bytes: a file that is larger is begun anew with the record of its engine; None lets it grow.
+
     Raises:
         ValueError: the file can't be written, another engine writes it, or it is not a recording.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, most_bytes: int | None = None) -> None:
+        self._path, self._most_bytes, self._engine = path, most_bytes, b""
         self._buffer = bytearray()
         self._flushed = time.monotonic()
         try:
@@ -76,28 +80,29 @@ class RecordFile:
         self, settings: EngineConfig, device: str, kv_cache_dtype: str, config: SchedulerConfig, blocks: KVBlocks
     ) -> RecordedScheduler:
         """A scheduler that is recorded in this file, after a record of the engine that it belongs to."""
-        engine = RecordedEngine(
-            format=FORMAT,
+        self.begin(settings, device, kv_cache_dtype, config, blocks)
+        # Without a random root, anyone who has the file could test guesses of a prompt against its block numbers.
+        return RecordedScheduler(config, blocks, self.write, root=secrets.randbits(60))
+
+    def begin(
+        self, settings: EngineConfig, device: str, kv_cache_dtype: str, config: SchedulerConfig, blocks: KVBlocks
+    ) -> None:
+        """Write the record of an engine, to which those that follow belong."""
+        engine = RecordedEngine.of(
+            config,
+            blocks,
             version=__version__,
             model=settings.model,
             device=device,
             kv_cache_dtype=kv_cache_dtype,
             settings=asdict(replace(settings, preloaded=[])),  # a recording has no token ids
-            scheduler=asdict(config),
-            num_blocks=blocks.num_blocks,
-            block_size=blocks.block_size,
-            enable_prefix_caching=blocks.enable_prefix_caching,
             began_ns=time.monotonic_ns(),
             began_unix_s=time.time(),
-            protected_share=blocks.protected_share,
-            num_checkpoints=None if blocks.checkpoints is None else blocks.checkpoints.num_slots,
-            groups=list(blocks.groups),
         )
+        self._engine = _encoder.encode(engine) + b"\n"
         self.write(engine, idle=True)
-        # Without a random root, anyone who has the file could test guesses of a prompt against its block numbers.
-        return RecordedScheduler(config, blocks, self.write, root=secrets.randbits(60))
 
-    def write(self, record: Record, idle: bool) -> None:
+    def write(self, record: Record | Traffic, idle: bool) -> None:
         """Add a record. `idle`: the engine has nothing else to do, so write now."""
         if self._file < 0:
             return
@@ -111,6 +116,9 @@ class RecordFile:
         try:
             while self._buffer and self._file >= 0:
                 del self._buffer[: os.write(self._file, self._buffer)]
+            if self._most_bytes is not None and self._file >= 0 and os.fstat(self._file).st_size > self._most_bytes:
+                os.ftruncate(self._file, 0)
+                os.write(self._file, self._engine)
         except OSError as error:
             logger.warning("recording of steps has stopped; cannot write %s: %s", self._path, error.strerror)
             self._buffer.clear()

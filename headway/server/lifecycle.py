@@ -41,6 +41,8 @@ class Server(EdgeServer):
         self._service.metrics.on_ready(ready)
         self._service.full_collections.start()
         self._service.background(self._service.activity.report())
+        if self._service.auto_tune is not None:
+            self._service.background(self._service.auto_tune.run())
         on_ready(ready, url)
 
 

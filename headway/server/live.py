@@ -119,6 +119,7 @@ class Live:
             "used_blocks": pinned if stats is None else sum(stats.blocks_of_class.values()),
             "running_of_class": {} if stats is None else stats.running_of_class,
             "waiting_of_class": {} if stats is None else stats.waiting_of_class,
+            "auto_tune": "" if service.auto_tune is None else service.auto_tune.words,
         }
 
     def _about(self) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from headway.outputs.pooling import Pooler
 from headway.policy.admission.queue_bound import Place
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.objectives.service_class import ServiceClass
+from headway.policy.step.bounds import Bounds
 from headway.server.activity import Activity
 from headway.server.api.parameters import server_defaults
 from headway.server.api.request_body import BodyReader
 from headway.server.aside import Aside
+from headway.server.auto_tune import AutoTune
 from headway.server.door import Door
 from headway.server.edge.behind import backlog
 from headway.server.edge.connection import Connection
@@ -67,6 +69,7 @@ class Service(Door):
     """The state behind every route.
 
     Attributes:
+        auto_tune: what changes settings; None without --auto-tune.
         connections: of clients, as the server of this application has them.
 
     Raises:
@@ -113,6 +116,10 @@ class Service(Door):
             self.metrics.add_tenants(self.quotas)
         self.take_files(settings.service_classes or ClassFile(), settings.tenants or TenantFile())
         self.activity = Activity(engine)
+        self.auto_tune: AutoTune | None = None
+        if settings.auto_tune:
+            self.auto_tune = AutoTune(engine, settings.auto_tune_bounds or Bounds(), self.metrics.families)
+            self.metrics.registry.register(self.auto_tune)
         self.tracer = tracer_of(settings.otlp_endpoint, settings.trace_sample)
         self.request_log = log_of(settings)
         # Whoever wants to be told of each choice that has ended.
@@ -137,6 +144,8 @@ class Service(Door):
         is_done = self.read_files_again()
         if is_done:
             self.engine.set_classes(self.classes.table, self.tenants.table.weights)
+            if self.auto_tune is not None:
+                self.auto_tune.reload(self.classes.table)
         self.metrics.on_reload("done" if is_done else "failed")
 
     def take_files(self, classes: ClassFile, tenants: TenantFile) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from headway.config_files.preload import NamedPrompt, read_preload_file
 from headway.flags import said
+from headway.policy.step.bounds import Bounds, parse_bounds
 from headway.server.edge.settings import EdgeSettings, flag, sized
 from headway.text.calls.families import CALL_PARSERS, REASONING_PARSERS
 
@@ -108,6 +109,22 @@ class ServerSettings(EdgeSettings):
     ] = 1.0
     request_log: Annotated[
         Path | None, flag("File for a line of JSON about each request that has ended, without its text.")
+    ] = None
+    auto_tune: Annotated[
+        bool,
+        flag(
+            "Change own settings within --auto-tune-bounds, one at a time, where that is predicted to help and then "
+            "proven to.",
+        ),
+    ] = False
+    auto_tune_bounds: Annotated[
+        Bounds | None,
+        flag(
+            "Least and most of what --auto-tune changes: max-num-seqs, max-num-batched-tokens, max-prefill-stall-ms, "
+            "window-ms, share, drafts. Default: no more sequences and tokens than it begins with.",
+            parse=parse_bounds,
+            metavar="NAME=LEAST:MOST,...",
+        ),
     ] = None
     slow_request_ms: Annotated[
         float | None,

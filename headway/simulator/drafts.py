@@ -35,11 +35,13 @@ class DraftPlan:
         most: most drafts behind a token.
         acceptance: the chance that a draft is right where those before it are, by its place; the last one goes on.
         model: the draft model on its hardware; None for n-grams.
+        found: the chance that n-grams find any.
     """
 
     most: int
     acceptance: tuple[float, ...]
     model: Deployment | None = None
+    found: float = 1.0
 
     def chance(self, at: int) -> float:
         return self.acceptance[min(at, len(self.acceptance) - 1)]
@@ -89,7 +91,8 @@ class Drafts:
         if not self._is_due:
             return now
         self._is_due = False
-        if not policy.asks():
+        most = policy.limit(scheduler.config.most_drafts)
+        if not policy.asks() or not most:
             return now
         running = scheduler.running
         decoding = [sequence for sequence in running if sequence.is_decoding]
@@ -97,7 +100,8 @@ class Drafts:
         with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)
         ended = now
         if self._drafting is None:
-            drafts = {each.seq_id: self._drafts(choices[each.seq_id], self.plan.most) for each in decoding}
+            found = [each for each in decoding if self.plan.found >= 1.0 or self._rng.random() < self.plan.found]
+            drafts = {each.seq_id: self._drafts(choices[each.seq_id], most) for each in found}
             proposals = {seq_id: Proposal(each, _MATCH) for seq_id, each in drafts.items()}
         else:
             slack_ns = scheduler.decisions[-1].slack_ns

@@ -145,7 +145,7 @@ def _scheduled(item: Item, prompt_len: int) -> ScheduledSequence:
 
 def _fitted(features: Floats, took: Floats) -> Floats:
     """Least squares of the relative error, without a feature that would take less than no time."""
-    weights = 1.0 / np.maximum(took, np.median(took) / 10)
+    weights = 1.0 / np.maximum(took, max(1.0, float(np.median(took)) / 10))
     used = [column for column in range(features.shape[1]) if features[:, column].any()]
     found = np.zeros(features.shape[1])
     while used:

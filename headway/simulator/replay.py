@@ -82,7 +82,7 @@ class Replay:
                 changed = self._step(steps, record)
             elif isinstance(record, NewClasses):
                 self.classes = record.table()
-                self.scheduler.set_classes(self.classes, record.weights)
+                self.scheduler.set_classes(self.classes, record.weights, record.step_limits())
             elif isinstance(record, Proposal):
                 self.scheduler.propose(record.seq_id, self._next_tokens(record.seq_id, record.drafts))
             elif isinstance(record, AdapterLoaded):

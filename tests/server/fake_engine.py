@@ -30,6 +30,7 @@ from headway.engine.messages import (
 from headway.engine.served_adapters import ServedAdapters
 from headway.policy.cache.handle import Handle
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
+from headway.policy.step.scheduler_config import StepLimits
 from headway.text.tokenizer import Tokenizer
 
 Reply = Callable[[AddRequest, int], list[int]]
@@ -152,7 +153,7 @@ class FakeEngine:
             )
             self.adapters.take(AdapterFound(message.name, message.path, f"{hash(message.path):x}", 8, 1000, error))
 
-    def set_classes(self, classes: ClassTable, weights: dict[str, float]) -> None:
+    def set_classes(self, classes: ClassTable, weights: dict[str, float], limits: StepLimits | None = None) -> None:
         self.classes, self.weights = classes, weights
 
     def subscribe(self, callback: Callable[[EngineStats], None]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from headway.cost import speculative
 from headway.planner.request import PlanError
 from headway.policy.step.options import SchedulingOptions
+from headway.policy.step.scheduler_config import StepLimits
 from headway.policy.step.speculative_config import SpeculativeConfig
 from headway.simulator.deployed import Deployed, ServerOptions, chances, deploy
 from headway.simulator.drafts import Drafts
@@ -57,6 +58,19 @@ def test_the_speedup_is_near_that_of_the_cost_model_and_never_a_loss(
     if acceptance == 0.9:
         assert plain_ns / ns >= 0.65 * predicted, "some steps are for learning"
         assert server.drafts.accepted > 0.4 * server.drafts.tried > 0
+
+
+@pytest.mark.parametrize("config", [NGRAM, DRAFT], ids=["ngram", "draft"])
+def test_no_more_drafts_are_tried_than_the_limits_of_the_moment_allow(config: SpeculativeConfig) -> None:
+    counts = []
+    for most in (64, 2, 0):
+        of = deployed(config, 0.9)
+        of.scheduler.set_classes(of.scheduler.config.classes, {}, StepLimits(most_drafts=most))
+        server, _ = run(of, 1)
+        assert server.drafts is not None
+        counts.append((server.drafts.tried, max(server.steps.tokens[1:])))
+    (many, longest), (fewer, short), none = counts
+    assert many > fewer > 0 and longest > 3 >= short and none == (0, 1)
 
 
 def test_a_long_prompt_is_computed_by_the_draft_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from headway.policy.step.recording import (
 )
 from headway.policy.step.request import FinishReason, sequences_of
 from headway.policy.step.scheduler import Scheduler
-from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.scheduler_config import SchedulerConfig, StepLimits
 from headway.simulator import traffic as simulated
 from headway.simulator.recording import Recording, read_recordings
 from headway.simulator.replay import DifferentStep, replay
@@ -146,6 +147,28 @@ def test_new_classes_are_part_of_a_recording() -> None:
     assert replay(sim.recording()) == sum(isinstance(record, Step) for record in sim.records)
     (told,) = (record for record in sim.recording().records if isinstance(record, NewClasses))
     assert told.table() == tables[1]
+
+
+def test_limits_change_between_steps_and_are_part_of_a_recording() -> None:
+    sim = Recorded(num_blocks=64, most_drafts=0, max_num_seqs=4)
+    classes = sim.scheduler.config.classes
+    for _ in range(4):
+        sim.submit([1, 2], 6)
+    sim.step()
+    sim.scheduler.set_classes(classes, {}, StepLimits(2, max_prefill_stall_ms=math.inf))
+    later = [sim.submit([1, 2], 4) for _ in range(3)]
+    sim.step()
+    assert len(sim.scheduler.running) == 4, "who runs goes on"
+    while not any(each.output_len for each in later):
+        sim.step()
+    assert len(sim.scheduler.running) == 2
+    sim.scheduler.set_classes(classes, {}, StepLimits(4))
+    sim.step()
+    assert len(sim.scheduler.running) == 3
+    sim.run_until_done()
+    assert replay(sim.recording()) == sum(isinstance(record, Step) for record in sim.records)
+    told = [record.step_limits() for record in sim.recording().records if isinstance(record, NewClasses)]
+    assert told == [StepLimits(2, max_prefill_stall_ms=math.inf), StepLimits(4)]
 
 
 def test_another_decision_is_told() -> None:

@@ -61,9 +61,12 @@ class Race:
 
     Args:
         gains: for each pair, how much smaller the candidate's loss was.
+        fewest, most: pairs before the first and before the last look.
     """
 
     gains: tuple[float, ...]
+    fewest: int = FEWEST_PAIRS
+    most: int = MOST_PAIRS
 
     @property
     def times(self) -> float:
@@ -72,14 +75,14 @@ class Race:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of `times` at this look; all positive numbers before FEWEST_PAIRS.
+        """The interval of `times` at this look; all positive numbers before the first.
 
         The looks share the errors evenly (Bonferroni), so that stopping at any of them keeps ERRORS.
         """
         pairs = len(self.gains)
-        if pairs < FEWEST_PAIRS:
+        if pairs < self.fewest:
             return 0.0, math.inf
-        looks = MOST_PAIRS - FEWEST_PAIRS + 1
+        looks = self.most - self.fewest + 1
         spread = float(np.std(self.gains, ddof=1)) / math.sqrt(pairs)
         reach = t_quantile(1 - ERRORS / looks, pairs - 1) * spread
         middle = float(np.mean(self.gains))
@@ -87,7 +90,7 @@ class Race:
 
     @property
     def verdict(self) -> Verdict:
-        """`undecided` means that another pair may tell, as long as there are fewer than MOST_PAIRS."""
+        """`undecided` means that another pair may tell, as long as there are fewer than `most`."""
         low, high = self.interval
         if low > 1.0:
             return "better"

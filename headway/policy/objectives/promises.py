@@ -122,16 +122,16 @@ class Promises:
     """Predicts by `step_time` which promises can be kept.
 
     Args:
-        step_tokens: most tokens of a step.
         known_tokens: says how many tokens of a waiting sequence need not be computed.
 
     Attributes:
+        step_tokens: most tokens of a step.
         are_prompts_promised: some prompts that yielding() looked at last are promised their first token.
     """
 
     def __init__(self, step_time: StepTimeModel, step_tokens: int, known_tokens: Callable[[Sequence], int]) -> None:
         self._step_time = step_time
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         self._known_tokens = known_tokens
         self._promised_running = _Promised()
         self._decoding = _Decoding()
@@ -239,7 +239,7 @@ class Promises:
     def _pace(self) -> float:
         """The share of the time that promised tokens leave to prompts."""
         decoding_ns = self.step_ns(self._decoding.count, self._decoding.context)
-        full = self.margin * self._step_time.prefill_ns(self._step_tokens, 0)
+        full = self.margin * self._step_time.prefill_ns(self.step_tokens, 0)
         spare = self._decoding.tightest_ns() - decoding_ns
         prompts = min(full, spare) if spare > 0 else full  # an objective that can't be met holds up nobody
         return max(0.01, prompts / (decoding_ns + prompts)) if prompts > 0 else 1.0
@@ -273,12 +273,12 @@ class Promises:
         What promised tokens leave of a step's time is for promised prompts, if there are any.
         """
         if math.isinf(slack_ns):
-            return self._step_tokens
+            return self.step_tokens
         if self.are_prompts_promised:
             return 0
         took_ns = self._step_time.predict_ns(decodes)
         each_ns = (took_ns - self._step_time.predict_ns(StepWork())) / max(1, decodes.decode_tokens)
-        return max(0, int(min(self._step_tokens, (slack_ns - took_ns) / max(each_ns, 1.0))))
+        return max(0, int(min(self.step_tokens, (slack_ns - took_ns) / max(each_ns, 1.0))))
 
     def _leave_out(self, decoding: list[Sequence], count: int, context: int, outlook: Outlook, now: int) -> None:
         """Leave out sequences that decode without a promise, where the step would take too long with all of them.

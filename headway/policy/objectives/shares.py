@@ -35,16 +35,16 @@ class Shares:
     """
 
     def __init__(self, classes: ClassTable, seats: int, pool: KVBlocks, unlent: int, longest: int = 0) -> None:
-        self._num_seats, self._pool, self._unlent, self._longest = seats, pool, unlent, longest
-        self.set_classes(classes)
+        self._pool, self._unlent, self._longest = pool, unlent, longest
+        self.set_classes(classes, seats)
         self.running: Counter[str] = Counter()  # sequences of each class
         self.waiting: Counter[str] = Counter()
         self._given: Counter[str] = Counter()  # prompt tokens of the step
         self._prompts: set[str] = set()  # classes with prompts to compute
 
-    def set_classes(self, classes: ClassTable) -> None:
-        """Take the shares of another table of classes."""
-        self._seats = {each.name: math.floor(each.seats * self._num_seats) for each in classes if each.seats}
+    def set_classes(self, classes: ClassTable, seats: int) -> None:
+        """Take the shares of another table of classes, of so many seats."""
+        self._seats = {each.name: math.floor(each.seats * seats) for each in classes if each.seats}
         self._tokens = {each.name: each.tokens for each in classes if each.tokens}
         free = self._pool.num_blocks - len(self._pool.pinned)
         self.blocks = {each.name: math.floor(each.kv * free) for each in classes if each.kv}

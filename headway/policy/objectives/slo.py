@@ -94,7 +94,9 @@ class SloPolicy(SchedulingPolicy):
 
     def set_config(self, config: SchedulerConfig) -> None:
         super().set_config(config)
-        self.shares.set_classes(config.classes)  # shares are of what is left of the pool, which may have changed
+        self.promises.step_tokens = config.max_num_batched_tokens
+        # Shares are of what is left of the pool, which may have changed.
+        self.shares.set_classes(config.classes, config.max_num_seqs)
 
     def heed(self, planned_ns: int, times: StepTimes) -> None:
         self.promises.heed(planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)

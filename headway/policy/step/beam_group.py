@@ -24,7 +24,7 @@ def check_beams(request: Request, scheduler: Scheduler, vocab_size: int | None) 
     Raises:
         ValueError: one line for the user.
     """
-    width, seats, blocks = request.params.width, scheduler.config.max_num_seqs, scheduler.blocks
+    width, seats, blocks = request.params.width, scheduler.most_seqs, scheduler.blocks
     if width > seats:
         raise ValueError(f"beam search with {width} beams takes as many seats; this server has {seats} (max_num_seqs)")
     if vocab_size is not None and width > vocab_size:

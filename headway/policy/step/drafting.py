@@ -69,7 +69,7 @@ class Drafting:
     def __init__(self, most: int) -> None:
         self.hits = Confidences()
         self.is_poor = False
-        self._most = most
+        self.most = most
         self._passes = RowTimes()
         self._token_ns = 0.0  # of a token of what sequences lack
         self._length, self._ended = _LENGTH, 0
@@ -156,7 +156,7 @@ class Drafting:
         step.passes += 1
         step.drafts += len(confidences)
         rows, count = step.decoding + step.drafts, len(confidences)
-        if step.passes >= self._most or not step.value_ns or rows + count > step.most_rows:
+        if step.passes >= self.most or not step.value_ns or rows + count > step.most_rows:
             return []
         worth: dict[int, float] = {}
         for seq_id, confidence in confidences.items():
@@ -242,7 +242,7 @@ class Drafting:
         step_ns, pass_ns = self._step.step_ns, self._pass_ns(drafted)
         best, plain_ns = 1.0, step_ns(decoding)
         for passes in _TRIED:
-            if passes > self._most:
+            if passes > self.most:
                 break
             won = drafted * chance * (1.0 - chance**passes) / (1.0 - chance) if chance < 1.0 else drafted * passes
             took_ns = step_ns(decoding + drafted * passes) + passes * pass_ns

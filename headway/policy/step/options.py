@@ -15,7 +15,7 @@ from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.policy.step.policies import policy_name
 from headway.policy.step.scheduler import Scheduler
-from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.scheduler_config import MOST_DRAFTS, SchedulerConfig
 
 _engine = functools.partial(Flag, panel="Engine")
 
@@ -28,10 +28,12 @@ class SchedulingOptions:
         max_prefill_stall_ms: may be infinite.
         classes: classes of requests.
         weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
+        most_drafts: most drafts behind a token, of those that --speculative-config allows.
     """
 
     classes: ClassTable = BUILT_IN
     weights: dict[str, float] = field(default_factory=dict)
+    most_drafts: int = MOST_DRAFTS
     block_size: Annotated[int, _engine("Tokens in a KV block.", min=1)] = 16
     max_num_seqs: Annotated[int, _engine("Maximum number of sequences in a step.", min=1, common=True)] = 256
     max_num_batched_tokens: Annotated[
@@ -105,6 +107,7 @@ class SchedulingOptions:
             weights=self.weights,
             swap=swap,
             max_loras=self.lora_slots,
+            most_drafts=self.most_drafts,
         )
         caching, share = self.enable_prefix_caching, self.protected_kv
         return make(config, KVBlocks(pool.num_blocks, self.block_size, caching, share, pool.checkpoints, pool.groups))

@@ -22,7 +22,7 @@ from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.policy.step.request import NEVER, FinishReason, Sequence
 from headway.policy.step.scheduler import Scheduler
-from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.scheduler_config import SchedulerConfig, StepLimits
 
 FORMAT = 1
 NOT_NUMBERS = -1  # instead of a number of new tokens
@@ -59,6 +59,21 @@ class RecordedEngine(_Record, tag="engine"):
     protected_share: float = PROTECTED_SHARE
     num_checkpoints: int | None = None
     groups: list[KVCacheGroup] = []
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, blocks: KVBlocks, **about: Any) -> RecordedEngine:
+        """The record of an engine with this scheduler; `about` has the fields that are not of it."""
+        return cls(
+            format=FORMAT,
+            scheduler=asdict(config),
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            enable_prefix_caching=blocks.enable_prefix_caching,
+            protected_share=blocks.protected_share,
+            num_checkpoints=None if blocks.checkpoints is None else blocks.checkpoints.num_slots,
+            groups=list(blocks.groups),
+            **about,
+        )
 
     def scheduler_config(self) -> SchedulerConfig:
         return msgspec.convert(_with_infinities(self.scheduler), SchedulerConfig)
@@ -122,13 +137,21 @@ class End(_Record):
 
 
 class NewClasses(_Record, tag="classes"):
-    """The classes of requests were changed: fields of ClassTable; None for what is infinite. And weights of tenants."""
+    """The classes of requests were changed: fields of ClassTable; None for what is infinite. And weights of tenants.
+
+    Args:
+        limits: fields of StepLimits that were changed.
+    """
 
     classes: dict[str, Any]
     weights: dict[str, float] = {}
+    limits: dict[str, Any] = {}
 
     def table(self) -> ClassTable:
         return msgspec.convert(_with_infinities(self.classes), ClassTable)
+
+    def step_limits(self) -> StepLimits:
+        return msgspec.convert(_with_infinities(self.limits), StepLimits)
 
 
 class Retry(_Record):
@@ -194,12 +217,51 @@ Write = Callable[[Record, bool], None]
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """The numbered blocks of a sequence: how many tokens they have, and the last number, which depends on all."""
 
     sequence: Sequence
     tokens: int
     last: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, root: int) -> Chain:
+        """A chain without a block; the numbers depend on the root."""
+        return cls(sequence, 0, hash((root, sequence.cache_salt)))
+
+    def number(self, tokens: list[int], size: int) -> list[int]:
+        """Number the full blocks of the tokens that have no number yet."""
+        numbers: list[int] = []
+        for start in range(self.tokens, len(tokens) // size * size, size):
+            self.last = hash((self.last, *tokens[start : start + size])) & _EXACT
+            numbers.append(self.last)
+        self.tokens += size * len(numbers)
+        return numbers
+
+
+def arrival_of(sequence: Sequence, now: int, blocks: list[int]) -> Arrival:
+    """The record of a sequence that is queued now, with the numbers of its blocks."""
+    return Arrival(
+        now=now,
+        seq_id=sequence.seq_id,
+        prompt_len=sequence.prompt_len,
+        known=len(sequence.tokens),
+        max_len=sequence.max_len,
+        blocks=blocks,
+        arrival_ns=sequence.arrival_ns,
+        sent_ns=sequence.ledger.began_ns,
+        priority=sequence.priority,
+        service_class=sequence.service.name,
+        tenant=sequence.tenant,
+        due_ns=sequence.due_ns,
+        tpot_ns=sequence.tpot_ns,
+        index=sequence.index,
+        parent=None if sequence.parent is None else sequence.parent.seq_id,
+        wants_logits=sequence.params.prompt_logprobs is not None,
+        pins_prompt=sequence.pins_prompt,
+        pools=sequence.pooling.pooling if sequence.pooling is not None else "",
+        adapter=sequence.adapter,
+    )
 
 
 class RecordedScheduler(Scheduler):
@@ -214,41 +276,20 @@ class RecordedScheduler(Scheduler):
         super().__init__(config, blocks)
         self._write_record = write
         self._root = root
-        self._chains: dict[int, _Chain] = {}
+        self._chains: dict[int, Chain] = {}
         self._step, self._planned = Step(0), list[ScheduledSequence]()
 
     def _write(self, record: Record) -> None:
         self._write_record(record, not self.has_work)
 
-    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
-        super().set_classes(classes, weights)
-        self._write(NewClasses(asdict(classes), dict(weights)))
+    def set_classes(self, classes: ClassTable, weights: Mapping[str, float], limits: StepLimits | None = None) -> None:
+        super().set_classes(classes, weights, limits)
+        self._write(NewClasses(asdict(classes), dict(weights), {} if limits is None else limits.changed))
 
     def add(self, sequence: Sequence, now: int) -> None:
         super().add(sequence, now)
-        chain = self._chains[sequence.seq_id] = _Chain(sequence, 0, hash((self._root, sequence.cache_salt)))
-        arrival = Arrival(
-            now=now,
-            seq_id=sequence.seq_id,
-            prompt_len=sequence.prompt_len,
-            known=len(sequence.tokens),
-            max_len=sequence.max_len,
-            blocks=self._number(chain, sequence.tokens),
-            arrival_ns=sequence.arrival_ns,
-            sent_ns=sequence.ledger.began_ns,
-            priority=sequence.priority,
-            service_class=sequence.service.name,
-            tenant=sequence.tenant,
-            due_ns=sequence.due_ns,
-            tpot_ns=sequence.tpot_ns,
-            index=sequence.index,
-            parent=None if sequence.parent is None else sequence.parent.seq_id,
-            wants_logits=sequence.params.prompt_logprobs is not None,
-            pins_prompt=sequence.pins_prompt,
-            pools=sequence.pooling.pooling if sequence.pooling is not None else "",
-            adapter=sequence.adapter,
-        )
-        self._write(arrival)
+        chain = self._chains[sequence.seq_id] = Chain.of(sequence, self._root)
+        self._write(arrival_of(sequence, now, chain.number(sequence.tokens, self.blocks.block_size)))
 
     def abort(self, sequence: Sequence, now: int) -> None:
         super().abort(sequence, now)
@@ -264,7 +305,7 @@ class RecordedScheduler(Scheduler):
         """Write an End for each of these sequences that has finished."""
         for sequence in sequences:
             if sequence.finish_reason is not None and (chain := self._chains.pop(sequence.seq_id, None)) is not None:
-                blocks = self._number(chain, sequence.tokens)
+                blocks = chain.number(sequence.tokens, self.blocks.block_size)
                 self._write(End(now, sequence.seq_id, sequence.finish_reason, len(sequence.tokens), blocks))
 
     def schedule(self, now: int) -> StepPlan:
@@ -299,12 +340,3 @@ class RecordedScheduler(Scheduler):
         super().propose(seq_id, drafts)
         if seq_id in self._drafts:
             self._write(Proposal(seq_id, len(drafts)))
-
-    def _number(self, chain: _Chain, tokens: list[int]) -> list[int]:
-        """Number the full blocks of the tokens that have no number yet."""
-        size, numbers = self.blocks.block_size, []
-        for start in range(chain.tokens, len(tokens) // size * size, size):
-            chain.last = hash((chain.last, *tokens[start : start + size])) & _EXACT
-            numbers.append(chain.last)
-        chain.tokens += size * len(numbers)
-        return numbers

@@ -31,7 +31,7 @@ from headway.policy.step.order import OrderedSequences
 from headway.policy.step.plan import ScheduledSequence, StepPlan, accepted_drafts, state_of, work_of
 from headway.policy.step.policies import policy_class
 from headway.policy.step.request import FinishReason, Sequence, Status
-from headway.policy.step.scheduler_config import SchedulerConfig
+from headway.policy.step.scheduler_config import SchedulerConfig, StepLimits
 from headway.policy.step.sequences import Sequences, Step
 from headway.policy.step.step_budget import StepBudget
 from headway.policy.step.step_time import StepTimeModel, StepWork
@@ -47,6 +47,7 @@ class Scheduler:
 
     Attributes:
         policy: what decides beyond blocks, seats and the budget.
+        most_seqs: max_num_seqs at the start; what else the engine has is built for as many.
         sequences: all of them, by number.
         host: the blocks of host memory; None without any.
         decisions: the latest ones.
@@ -62,7 +63,7 @@ class Scheduler:
                 f"{blocks.num_blocks}; lower --max-model-len or raise --kv-cache-memory"
             )
         step_time = step_time or StepTimeModel()
-        self.config = config
+        self.config, self.most_seqs = config, config.max_num_seqs
         self.blocks = blocks
         self.host = HostPool(config.swap, step_time) if config.swap.num_blocks else None
         self.block_manager = BlockManager(blocks, self.host)
@@ -71,7 +72,6 @@ class Scheduler:
         self.sequences = Sequences(config, self.policy, blocks, self.block_manager, self.accounting)
         self.running = self.sequences.running
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
         self._evictions: Counter[tuple[str, str]] = Counter()  # counted up to the step before
         self._drafts: dict[int, list[int]] = {}
 
@@ -88,9 +88,14 @@ class Scheduler:
         """Whether the next step is to try drafts."""
         return bool(self._drafts)
 
-    def set_classes(self, classes: ClassTable, weights: Mapping[str, float]) -> None:
-        """Set the classes of new requests, and the weights of tenants. Sequences that are there keep their classes."""
-        self.config = replace(self.config, classes=classes, weights=weights)
+    def set_classes(self, classes: ClassTable, weights: Mapping[str, float], limits: StepLimits | None = None) -> None:
+        """Set the classes of new requests, and the weights of tenants. Sequences that are there keep their classes.
+
+        Args:
+            limits: of the next steps, with at most `most_seqs` sequences and at least as many tokens; None leaves them.
+        """
+        changed = {} if limits is None else limits.changed
+        self.config = replace(self.config, classes=classes, weights=weights, **changed)
         self.sequences.set_config(self.config)
 
     def add(self, sequence: Sequence, now: int) -> None:
@@ -210,8 +215,9 @@ class Scheduler:
         them up for max_prefill_stall_ms.
         """
         tokens, least = self.config.max_num_batched_tokens - decodes.decode_tokens, self.blocks.block_size
-        step_time = self.accounting.step_time
-        budget = StepBudget(tokens, step_time, self._max_stall_ns, least if math.isinf(slack_ns) else 0)
+        step_time, config = self.accounting.step_time, self.config
+        max_stall_ns = config.max_prefill_stall_ms * 1e6 if config.enable_chunked_prefill else math.inf
+        budget = StepBudget(tokens, step_time, max_stall_ns, least if math.isinf(slack_ns) else 0)
         if decodes.decode_tokens:
             budget.share_with(decodes, slack_ns)
         return budget
@@ -344,7 +350,8 @@ class Scheduler:
         return Phase.QUEUE_BLOCKS if passed else Phase.QUEUE_POLICY
 
     def _is_full(self, budget: StepBudget, seats: int = 1) -> bool:
-        return self.sequences.seats + seats > self.config.max_num_seqs or budget.is_spent
+        taken = self.sequences.seats
+        return (taken + seats > self.config.max_num_seqs and taken > 0) or budget.is_spent
 
     # --- results ------------------------------------------------------------------------------------
 

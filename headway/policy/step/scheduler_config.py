@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.policy.step.step_budget import MIXED, Sharing
+
+MOST_DRAFTS = 64  # behind a token, as --speculative-config allows
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits of a SchedulerConfig that may change while an engine runs, up to those that it was built for.
+
+    None leaves one as it is.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_prefill_stall_ms: float | None = None
+    most_drafts: int | None = None
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Those that are not left, by their names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +53,7 @@ class SchedulerConfig:
         sharing: how prompts and decodes share steps.
         swap: host memory for the KV of preempted sequences.
         max_loras: slots for adapters; 0 where there are none.
+        most_drafts: most drafts behind a token; what makes them may make fewer.
 
     Raises:
         ValueError: when the limits contradict each other; the message names both.
@@ -52,6 +74,7 @@ class SchedulerConfig:
     swap: SwapSpace = NO_SWAP
     sharing: Sharing = MIXED
     max_loras: int = 0
+    most_drafts: int = MOST_DRAFTS
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

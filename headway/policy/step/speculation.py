@@ -74,7 +74,7 @@ class Speculation:
 
     def __init__(self, most: int, step_time: StepTimeModel, drafting: Drafting | None = None) -> None:
         self.drafting = drafting
-        self._most = most
+        self._built = self._most = most
         self._step_time = step_time
         pace = Pace()
         self._times, self._rates = RowTimes(pace=pace, leads=True), HitRates()
@@ -182,6 +182,13 @@ class Speculation:
             self.drafting.ended(output_len)
 
     # --- before the next one ------------------------------------------------------------------------
+
+    def limit(self, most: int) -> int:
+        """Try no more than so many drafts behind a token from now on; how many these may be."""
+        self._most = min(self._built, most)
+        if self.drafting is not None:
+            self.drafting.most = self._most
+        return self._most
 
     def asks(self) -> bool:
         """Whether drafts are wanted for the next step. If not, they rest until what they have lost is earned again."""

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from headway.policy.step.scheduler_config import MOST_DRAFTS
+
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 _WITH_MODEL = {
     "draft_model": "a small model with the same tokenizer",
     "eagle3": "a head that was trained for the model",
 }
-_LIMITS = {"num_speculative_tokens": 64, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
+_LIMITS = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
 _LOOKUP = (None, "ngram", "[ngram]")  # what vLLM's `model` may be where there is no model
 
 

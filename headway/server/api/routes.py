@@ -155,6 +155,8 @@ class Routes:
         add("GET", "/debug/profile", self.profile, trace, failures, {"parameters": [steps, kernels]})
         add("POST", "/start_profile", self.start_profile, {}, {}, in_schema=False)
         add("POST", "/stop_profile", self.stop_profile, {}, {}, in_schema=False)
+        if self._service.auto_tune is not None:
+            add("GET", "/debug/auto-tune", self.auto_tune, {}, {}, in_schema=False)
         if self._page is not None:
             add("GET", "/debug/live", self.live, {}, {}, in_schema=False)
         app.add_api_route(
@@ -430,6 +432,11 @@ class Routes:
     async def live(self) -> Response:
         """What the engine does now, twice a second, as server-sent events."""
         return self._live.stream()
+
+    async def auto_tune(self) -> Response:
+        """What the server has changed of its settings, and what it does about them now."""
+        assert self._service.auto_tune is not None
+        return _json(self._service.auto_tune.look())
 
     async def metrics(self) -> Response:
         exposed = await asyncio.shield(await self._exposition.get())  # others wait for it, too

@@ -32,6 +32,8 @@ function take(look) {
   const ahead = look.at_ms - performance.now(); // of the page's clock; a look that came late must not turn time back
   offset = latest ? Math.max(offset - 0.5, ahead) : ahead;
   say("live-said", paused ? "Paused" : look.state === "ready" ? "Live" : `The engine is ${look.state}`);
+  $("tuned").hidden = !look.auto_tune;
+  say("tuned", look.auto_tune || "");
   gather(look);
   if (!paused) showLook();
 }
