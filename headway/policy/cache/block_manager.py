@@ -7,6 +7,7 @@ their tokens are final. `windows`, `states` and `swapping` have what only some m
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -328,3 +329,19 @@ class BlockManager:
         sequence.tables = []
         sequence.num_computed = sequence.num_registered = sequence.cache_node = sequence.room = 0
         sequence.in_executor = False
+
+    # --- integrity ----------------------------------------------------------------------------------
+
+    def check_by_parts(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> Iterator[None]:
+        """Verify that no block is leaked or held twice, with pauses; KVBlocks.check_by_parts() says when.
+
+        Raises:
+            RuntimeError: naming the block.
+        """
+        yield from self._blocks.check_by_parts(sequence.held_blocks for sequence in running)
+        if any(sequence.held_blocks for sequence in waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
+        if self._blocks.checkpoints is not None:
+            self._blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in running))
+        if self._swapping is not None:
+            self._swapping.host.check(sequence.swapped for sequence in waiting)

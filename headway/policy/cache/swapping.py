@@ -15,7 +15,7 @@ class Swapping:
     """Takes blocks of the host for the blocks of preempted sequences, and gives them back."""
 
     def __init__(self, host: HostPool, blocks: KVBlocks) -> None:
-        self._host = host
+        self.host = host
         self._blocks = blocks
 
     def restorable(self, sequence: Sequence, known: PrefixMatch) -> Swapped | None:
@@ -54,7 +54,7 @@ class Swapping:
         while whole and first < sequence.num_registered and all(references[table[first]] > 1 for table in whole):
             first += 1
         held = [block for part in self._parts(sequence, [first] * len(tables)) for block in part]
-        return self._host.swap_out(held, first, first * blocks.block_size, computed) if held else None
+        return self.host.swap_out(held, first, first * blocks.block_size, computed) if held else None
 
     def _parts(self, sequence: Sequence, starts: list[int]) -> list[list[int]]:
         """The blocks of computed tokens, table by table; without a window, from the entry in `starts` on."""
@@ -78,19 +78,19 @@ class Swapping:
             (start for group, start in zip(self._blocks.index.groups, starts, strict=True) if not group.window),
             default=0,
         )
-        self._host.swap_in(host_blocks, wanted, swapped.computed - found * self._blocks.block_size)
+        self.host.swap_in(host_blocks, wanted, swapped.computed - found * self._blocks.block_size)
 
     def hand_over(self, sequence: Sequence) -> Swapped | None:
         """Have the host take what another engine needs to compute the last token of a prompt; None where it is full."""
         sequence.num_computed = sequence.prompt_len - 1
         held = [block for part in self._parts(sequence, [0] * len(sequence.tables)) for block in part]
-        taken = self._host.take(len(held), sequence.num_computed)
+        taken = self.host.take(len(held), sequence.num_computed)
         if taken is not None:
-            self._host.swaps.append(BlockSwap(True, held, taken.host_blocks))
+            self.host.swaps.append(BlockSwap(True, held, taken.host_blocks))
         return taken
 
     def free(self, sequence: Sequence) -> None:
         """Give back what the host holds of a sequence."""
         if sequence.swapped is not None:
-            self._host.free(sequence.swapped)
+            self.host.free(sequence.swapped)
             sequence.swapped = None

@@ -180,7 +180,7 @@ class Drafting:
         """
         step, count = self._step, len(seq_ids)
         pass_ns, rows = self._pass_ns(count), step.decoding + step.drafts
-        most = min(self._most - step.passes, (step.most_rows - rows) // count)
+        most = min(self.most - step.passes, (step.most_rows - rows) // count)
         if pass_ns and math.isfinite(step.most_ns):
             most = min(most, int(step.most_ns / pass_ns))
         if not step.value_ns or most < 1:

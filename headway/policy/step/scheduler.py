@@ -487,13 +487,7 @@ class Scheduler:
 
     def check_by_parts(self) -> Iterator[None]:
         """Do check() with pauses; KVBlocks.check_by_parts() says when."""
-        yield from self.blocks.check_by_parts(sequence.held_blocks for sequence in self.running)
-        if any(sequence.held_blocks for sequence in self.waiting):
-            raise RuntimeError("a waiting sequence holds blocks")
-        if self.blocks.checkpoints is not None:
-            self.blocks.checkpoints.check(sum(sequence.checkpoint >= 0 for sequence in self.running))
-        if self.host is not None:
-            self.host.check(sequence.swapped for sequence in self.waiting)
+        yield from self.block_manager.check_by_parts(self.running, self.waiting)
 
 
 def _tell(sequence: Sequence, step: Step) -> None:
