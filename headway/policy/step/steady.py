@@ -93,7 +93,7 @@ class SteadyDecodes:
         return cls(scheduler, draws) if type(scheduler) is Scheduler and _is_steady(scheduler) else None
 
     def join(self, sequence: Sequence) -> None:
-        """From the next step on, a sequence decodes in each."""
+        """A sequence decodes in each step from the next one on."""
         token, count, last = self._draws(sequence)
         offset = sequence.num_computed - self._num_steps
         place = self._order(sequence), sequence.seq_id
@@ -316,7 +316,7 @@ class SteadyDecodes:
 
 
 def _in_order(members: list[_Member]) -> list[_Member]:
-    """Those that have not ended, in the order of running sequences."""
+    """Members that have not ended, in the order of running sequences."""
     going = [member for member in members if member.sequence.finish_reason is None]
     return sorted(set(going), key=_place) if len(going) > 1 else going
 
