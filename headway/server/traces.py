@@ -202,8 +202,8 @@ def _field(tag: int, content: bytes | str) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """A number of at least 0 as protobuf has it: 7 bits a byte, the lowest first."""
-    found = bytearray()
+    """A number as protobuf has it: 7 bits a byte, the lowest first; below 0, the 64 bits of its complement."""
+    value, found = value % 2**64, bytearray()
     while value > 127:
         found.append(value & 127 | 128)
         value >>= 7
