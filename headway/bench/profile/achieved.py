@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.bench.profile.model import ProfiledModel
 from headway.calibration.peaks import MachinePeaks
 from headway.cost.attention import Chunk
-from headway.cost.work import Operation, Work, step_work, total
-
-Parts = Mapping[Operation, Work]
+from headway.cost.work import Work, step_work, total
 
 
 @dataclass(frozen=True, slots=True)

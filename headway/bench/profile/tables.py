@@ -12,8 +12,6 @@ from headway.bench.report.tables import percentile_cell
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
-NOTHING = Cell("–", "quiet")
-
 
 class Measured(Protocol):
     """What tables of requests need of a profile."""

@@ -136,11 +136,6 @@ class BeamSearch:
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
 
-    @property
-    def alternatives(self) -> int:
-        """How many tokens a row must have, if there are so many: `width` that end no text are among them."""
-        return self._width + len(self._stop_ids)
-
     def advance(self, rows: Sequence[Row]) -> list[tuple[int, Beam]]:
         """Take the step behind all beams, of which there is a row each.
 

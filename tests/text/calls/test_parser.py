@@ -98,9 +98,6 @@ def test_calls_of_any_tool_come_back_as_they_were_written(way: str) -> None:
             assert [arguments for _, arguments in found] == [as_json(call.arguments) for call in calls]
 
 
-FILLERS = ('{"a": "b', '{"arguments": {"x": "', "[" * 8, "<" * 8, "(" * 8, "\\" * 8, "   \n ")
-
-
 CITY = '{"name": "get", "arguments": {"city": "Rome"}}'
 CASES = {
     # name: parsers, text, content, reasoning, calls (an incomplete one ends with "...")
