@@ -124,6 +124,7 @@ class Fleet:
         router: a router that has chosen nobody yet; each role has one like it.
         after, sends: clients that wait for answers, as of `simulate`.
         scaling: None leaves the servers as they are.
+        keeps_answers: False where `after` alone is told of them, as those of very many requests fill the memory.
         failures: in order of time; each is asked for when the one before has come. Those after the last request has
             ended do not come.
 
@@ -140,8 +141,10 @@ class Fleet:
         sends: Sends | None = None,
         scaling: Scaling | None = None,
         failures: Iterable[Failure] = (),
+        keeps_answers: bool = True,
     ) -> None:
         self.answers: list[Answer] = []
+        self._keeps_answers = keeps_answers
         self.replicas: list[Replica] = []
         self._scaling = scaling
         self._routers = {role: deepcopy(router) for role in ("", *ROLES)}
@@ -163,6 +166,7 @@ class Fleet:
 
     def _start(self, replica: Replica) -> None:
         replica.server.after = partial(self._ended, replica)
+        replica.server.keeps_answers = self._keeps_answers
         replica.server.now = replica.ready_ns
         replica.seen.name = str(len(self.replicas))
         self.replicas.append(replica)
@@ -276,7 +280,7 @@ class Fleet:
         found = replica.server.accept(arrival, now, answers)
         self._told.add(chosen)
         if not is_known:
-            self.answers += found
+            self._keep(found)
         if replica.server.is_idle and now < self._until[chosen]:
             self._advance(chosen, now)
 
@@ -300,7 +304,7 @@ class Fleet:
             answers = [
                 Answer(request.request_id, each.index, prompt_len, now, ledger=Ledger(now)) for each in request.choices
             ]
-            self.answers += answers
+            self._keep(answers)
         for answer in answers:
             answer.ledger.mark(Phase.ENGINE_RESTART, now)
             answer.refused, answer.finish_reason = "no server is there", FinishReason.ERROR
@@ -328,12 +332,16 @@ class Fleet:
             answers = [
                 Answer(first.request_id, choice.index, first.prompt_len, first.arrived_ns) for choice in request.choices
             ]
-            self.answers += answers
+            self._keep(answers)
         self._receive(now)
         first.ledger.mark(Phase.KV_TRANSFER, now)
         for answer in answers:
             answer.ledger = _copy_of(first.ledger)
         self._route(arrival, answers, DECODE, now)
+
+    def _keep(self, answers: list[Answer]) -> None:
+        if self._keeps_answers:
+            self.answers += answers
 
     def _tell(self, answers: list[Answer], role: str) -> None:
         """Tell a client the answers to its request."""
@@ -345,7 +353,7 @@ class Fleet:
                 answer.finish_reason, answer.ledger = first.finish_reason, _copy_of(first.ledger)
             answers = known or answers
             if not known:
-                self.answers += answers
+                self._keep(answers)
         for arrival in self._after(answers) if self._after is not None else ():
             self._at(arrival.at_ns, partial(self._arrive, arrival, iter(())))
 

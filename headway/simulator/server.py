@@ -86,7 +86,7 @@ class Server(Engine):
     """An engine, and the API process before it, which goes on beside the steps.
 
     Attributes:
-        answers: answers to all that came, in order of arrival.
+        answers: answers to all that came, in order of arrival; none where it `keeps_answers` not.
         queues: what counts requests, and refuses those that are too many.
         quotas: what tenants may use; None where there are none.
     """
@@ -104,6 +104,7 @@ class Server(Engine):
     ) -> None:
         super().__init__(scheduler, timing, host, next_engine)
         self.answers: list[Answer] = []
+        self.keeps_answers = True
         self.after = after
         self._sends = sends
         self.queues = Queues(limits, scheduler.config.classes)
@@ -162,7 +163,8 @@ class Server(Engine):
         answers = answers or [
             Answer(request.request_id, choice.index, prompt_len, now, ledger=Ledger(now)) for choice in request.choices
         ]
-        self.answers += answers
+        if self.keeps_answers:
+            self.answers += answers
         request.arrival_ns = now
         service = classes.named(request.service_class) if request.service_class else classes.default_class
         present = Present(arrival, answers, self.queues.place(service.name, request.tenant), len(answers))

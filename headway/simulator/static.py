@@ -49,6 +49,7 @@ class StaticServer(Server):
         super().__init__(*arguments)
         self._step_times = Predicted(deployment)
         self._seats: deque[Seat] = deque()  # that wait
+        self._seated: list[Seat] = []
 
     def life(self) -> Generator[int, int, None]:
         """Run batches for ever; see `Engine.life`."""
@@ -64,6 +65,7 @@ class StaticServer(Server):
 
     def fail(self, now: int) -> list[Present]:
         self._seats.clear()
+        self._seated = []
         return super().fail(now)
 
     def _add(self, present: Present) -> None:
@@ -92,7 +94,7 @@ class StaticServer(Server):
         return batch
 
     def _batch(self) -> Generator[int, int, None]:
-        batch = self._next_batch()
+        self._seated = batch = self._next_batch()
         began, count = self.now, len(batch)
         prompt, output = (
             max(getattr(each, name) for each in group)
@@ -105,6 +107,7 @@ class StaticServer(Server):
         for planned, (work, times) in zip([began, *token_ns], steps, strict=False):
             self.steps.add(planned, work, count, 0, times, count, len(self._seats) + len(self._inbox), held)
         self.now = self._ran_ns = ended
+        self._seated = []
         for seat in batch:
             answer = seat.answer
             answer.ledger.mark(Phase.QUEUE_CAPACITY, began)

@@ -117,6 +117,20 @@ def test_clients_send_their_next_request_to_any_server() -> None:
     assert all(answer.ledger.phases_ns.get(Phase.QUEUE_CAPACITY, 0) == 0 for answer in fleet.answers)
 
 
+def test_answers_of_very_many_requests_need_not_be_kept() -> None:
+    told: list[Answer] = []
+
+    def after(answers: list[Answer]) -> list[Arrival]:
+        told.extend(answers)
+        return []
+
+    servers = [server(), server()]
+    fleet = Fleet(servers, router_of("round-robin", servers[0].scheduler.config.classes), after, keeps_answers=False)
+    fleet.run(traffic(50))
+    assert len({answer.request_id for answer in told}) == 50 and routed(fleet) == [25, 25]
+    assert not fleet.answers and not any(each.answers for each in servers)
+
+
 def test_a_fleet_grows_with_a_burst_and_shrinks_after_it() -> None:
     """A burst, then a request every second: replicas come after their start-up, and the last go first."""
     second = 1000 * MS
