@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
+from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import HeadLinear, Kernels, Linear
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, DeltaRule, Product, Scores, Weight
 from headway.models.checkpoint import (
@@ -18,7 +19,15 @@ from headway.models.checkpoint import (
     WeightSource,
 )
 from headway.models.config import ModelConfig, ModelError
-from headway.models.decoder import AttentionWeights, DecoderWeights, DenseMLP, LayerWeights, MixtureMLP, Placed
+from headway.models.decoder import (
+    AttentionWeights,
+    DecoderWeights,
+    DenseMLP,
+    LayerWeights,
+    MixtureMLP,
+    Placed,
+    PlacedExperts,
+)
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerEnd, LayerInputs, MLPBesideExperts
@@ -65,6 +74,7 @@ class Assembler:
         self._clock = clock
         self._quantization = quantization
         self._placed: list[Placed] = []  # the products of the layer that is being made
+        self._placed_experts: PlacedExperts | None = None  # and its mixture
 
     def decoder_weights(self) -> DecoderWeights:
         embedding, lm_head = self._ends()
@@ -129,8 +139,8 @@ class Assembler:
     def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
         placed: list[Placed] = []
-        self._placed = placed
-        return LayerWeights(
+        self._placed, self._placed_experts = placed, None
+        made = LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
@@ -141,6 +151,8 @@ class Assembler:
             beside=self._config.traits.beside,
             placed=placed,
         )
+        made.placed_experts = self._placed_experts
+        return made
 
     def _is_beside(self, index: int) -> bool:
         """Whether a layer has a plain feed-forward layer beside experts, with norms around each."""
@@ -312,6 +324,9 @@ class Assembler:
             down = (self._product(last, factor=by) for (*_, last), by in zip(names.experts, factors, strict=True))
         with self._clock.measure("layout"):
             mixture = self._kernels.mixture(gate_up, down, experts.here, GATES[self._config.traits.gate])
+        one_by_one = mixture_names(self._config, index, stacked=False)
+        if isinstance(mixture, AdaptableMixture) and one_by_one is not None and one_by_one.experts:
+            self._placed_experts = PlacedExperts(mixture, one_by_one.experts, factors)
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
         scores = self._scores(names.block, routing, experts)

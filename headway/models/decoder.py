@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec
+from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import (
     AddRMSNorm,
     AttentionShape,
@@ -34,6 +35,9 @@ from headway.models.latent_attention import LatentAttention, LatentWeights
 from headway.models.layer_inputs import LayerInputs
 from headway.models.recurrent import DeltaNet, ShortConvolution
 from headway.models.rope import query_factors, rope_tables
+
+if TYPE_CHECKING:
+    from headway.models.part import Part
 
 
 @dataclass(slots=True)
@@ -180,11 +184,25 @@ class Placed:
         centred: each input's outputs have a mean of 0.
     """
 
-    product: Callable[[Tensor], Tensor]
+    product: Callable[..., Tensor]
     layers: tuple[str, ...]
     rows: Tensor | None = None
     factor: float = 1.0
     centred: bool = False
+
+
+@dataclass(slots=True)
+class PlacedExperts:
+    """A mixture as it was made of a checkpoint's layers.
+
+    Args:
+        layers: the names of each expert's layers, of gate, up and down.
+        factors: what each expert's down was multiplied with.
+    """
+
+    mixture: AdaptableMixture
+    layers: tuple[tuple[str, ...], ...]
+    factors: list[float]
 
 
 @dataclass(slots=True)
@@ -200,6 +218,22 @@ class LayerWeights:
     end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
     beside: bool = False  # the MLP reads what the mixer reads
     placed: list[Placed] = field(default_factory=list)
+    placed_experts: PlacedExperts | None = None
+
+
+@dataclass(slots=True)
+class Shared:
+    """What is known of a model of which this process has a part.
+
+    Args:
+        part: says which part of each tensor.
+        layers: this process's own, which ask no other rank.
+        join: makes layers that ask the other ranks of such layers.
+    """
+
+    part: Part
+    layers: list[LayerWeights]
+    join: Callable[[list[LayerWeights]], list[LayerWeights]]
 
 
 @dataclass(slots=True)
@@ -212,6 +246,7 @@ class DecoderWeights:
     lm_head: Linear
     inputs: LayerInputs | None = None
     add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
+    shared: Shared | None = None
 
 
 class Decoder:
@@ -281,8 +316,15 @@ class Decoder:
         kinds = [(config.shape.heads, each.cache.heads, each.cache.key_dim, each.cache.recent) for each in attending]
         self._attentions = [AttentionShape(*kind) for kind in dict.fromkeys(kinds)]
 
+    @property
+    def own_layers(self) -> list[LayerWeights]:
+        """The layers, as far as this process has them."""
+        return self.weights.layers if self.weights.shared is None else self.weights.shared.layers
+
     def with_layers(self, layers: list[LayerWeights]) -> Decoder:
-        """A decoder whose layers are others; it shares all else with this one."""
+        """A decoder with others as its own layers; it shares all else with this one."""
+        if self.weights.shared is not None:
+            layers = self.weights.shared.join(layers)
         other = copy.copy(self)
         other.weights, other._identity = replace(self.weights, layers=layers), object()
         other._prepare(other.weights)

@@ -44,9 +44,9 @@ from headway.kernels.cpu.simd import (
 )
 
 LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
-COUNTERS = 3
+COUNTERS = 5
 _COUNTERS_AT, _JOB_AT, _ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
-_MOST_ARGUMENTS = 32
+_MOST_ARGUMENTS = 34
 _ENTRY_WORDS = 2 + _MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
 _OPEN, _INSIDE = 128, 127
 # A helper looks for the next job for some microseconds, then lets others have the core while it looks on
