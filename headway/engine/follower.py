@@ -44,9 +44,9 @@ class Follower(Runner):
     filling: dict[int, Future[None]]
 
     def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
-        for item in scheduled if self.adapters is not None and self.filling else ():
-            if (load := self.filling.get(slot := self.adapters.slots.get(item.seq_id, -1))) is not None:
-                load.result()
+        if self.adapters is not None and self.filling:
+            for slot in {self.adapters.slots.get(item.seq_id, -1) for item in scheduled} & self.filling.keys():
+                self.filling[slot].result()
                 del self.filling[slot]
         return super()._forward(step, scheduled, sequences)
 

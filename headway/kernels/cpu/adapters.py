@@ -13,6 +13,7 @@ outputs follow each other, slot by slot, and are fetched while the panel before 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from headway.kernels.cpu.ir import (
     write,
 )
 from headway.kernels.cpu.linear import PackedLinear
+from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.panels import TOTALS_BYTES
 from headway.kernels.cpu.product import copy_token, finish
 from headway.kernels.cpu.simd import (
@@ -347,6 +349,13 @@ class AdaptedLinear(PackedLinear):
         self._strips.write(slot, down, up)
 
 
+_memory = LargePages()  # of all slots
+
+
+def _zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+    return _memory.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 class _Strips:
     """The adapters of a product.
 
@@ -373,8 +382,8 @@ class _Strips:
         entries = torch.stack([vectors % PANEL_VECTORS, of_strips], 1).contiguous()
         entries_of = torch.searchsorted(vectors // PANEL_VECTORS, torch.arange(len(lanes) // PANEL + 1))
         self._splits = -(-spec.inputs // self._per_word // _SPLIT_WORDS)
-        self._down = torch.zeros(spec.slots, experts, self._parts * self._rank * spec.inputs, dtype=spec.dtype)
-        self._up = torch.zeros(experts, len(strips), spec.slots, self._rank * LANES, dtype=spec.dtype)
+        self._down = _zeros(spec.dtype, spec.slots, experts, self._parts * self._rank * spec.inputs)
+        self._up = _zeros(spec.dtype, experts, len(strips), spec.slots, self._rank * LANES)
         self._ranks = torch.zeros(spec.slots, dtype=torch.int32)
         self._kept = torch.ones(PANEL), torch.zeros(PANEL), rows, entries, entries_of
         of_step = rows.segments.data_ptr(), rows.order.data_ptr(), rows.slot_of.data_ptr()

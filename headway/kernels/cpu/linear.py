@@ -83,7 +83,10 @@ class PackedLinear(PackedWeight):
         block, more = self._block_at_once, _NO_MORE
         if self._groups is not None:
             block, more = self._block, self._groups.arguments()[1:]
-        room = None if self.adapters is None else self.adapters.room(rows)
+        beside = 0, 0
+        if self.adapters is not None:
+            room = self.adapters.room(rows)
+            beside = self.adapters.address, room.data_ptr()
         # The rows are cut into pieces, so that sums stay in cache and every thread has work.
         wanted = -(-_ITEMS_PER_THREAD * self._team.threads // self._panels)
         pieces = max(-(-rows // MOST_ROWS), min(wanted, rows // _LEAST_TOKENS), 1)
@@ -94,7 +97,7 @@ class PackedLinear(PackedWeight):
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
             out.stride(0) << FEATURE_BITS | out.shape[1], WIDE if wide else self.gate_address, plan, int(gathers),
-            *more, self._tiles, *((0, 0) if room is None else (self.adapters.address, room.data_ptr())),
+            *more, self._tiles, *beside,
         )  # fmt: skip
         self._team.run(self._code, PRODUCT, arguments)
         return out
