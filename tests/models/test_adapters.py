@@ -16,16 +16,15 @@ from torch import Tensor
 
 from headway.cost.memory import adapter_bytes
 from headway.kernels import kernels_for
-from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
-from headway.kernels.weights import Weight
 from headway.models.adapted import AdaptedModel
 from headway.models.adapters import WEIGHTS_FILE
 from headway.models.config import ModelError
 from headway.models.decoder import Decoder
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
+from tests.kernels import operations
 from tests.kernels.test_cpu_linear import relative_error
 from tests.models import gguf_files, lora, test_grouped_checkpoints, tiny
 from tests.models.paging import PagedModel, whole
@@ -257,27 +256,7 @@ def test_a_bad_gguf_adapter_is_one_line(
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), [(2100, 70, 3), (64, 256, 40), (1038, 33, 256)])
 def test_products_on_a_cpu_are_those_of_torch(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
     """Inputs of several parts, outputs that are no whole vectors of one part, ranks beyond a strip; gated or not."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-
-    weight, x = random(2 * outputs, inputs), random(37, inputs)
-    part_of = torch.arange(2 * outputs) // outputs
-    spec = AdapterSpec(inputs, part_of, dtype, torch.device("cpu"), 3, rank)
-    rows = AdapterRows(64, 3, torch.device("cpu"))
-    rows.fill([[-1, 2, 2, 0][at % 4] for at in range(37)], 37)
-    found = []
-    for kernels in (kernels_for("cpu", dtype), ReferenceKernels()):
-        for product in (kernels.linear(Weight(weight), None), kernels.gated_linear(Weight(weight), None)):
-            made = kernels.adapted(product, spec, rows)
-            generator.manual_seed(1)
-            for slot in (0, 2):
-                made.write(slot, random(2, rank, inputs), random(rank, 2 * outputs))
-            found.append(made(x).float())
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    for ours, theirs in zip(found[:2], found[2:], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    operations.check_adapters(kernels_for("cpu", dtype), dtype, inputs, outputs, rank)
 
 
 def test_slots_take_what_a_plan_says(small: AdaptedModel) -> None:
