@@ -73,6 +73,8 @@ import ctypes, json, sys, time
 import numpy
 import llama_cpp.llama_cpp as lib
 path, adapters, prompts, new, threads = json.loads(sys.argv[1])
+silent = lib.llama_log_callback(lambda level, text, data: None)
+lib.llama_log_set(silent, ctypes.c_void_p(0))
 lib.llama_backend_init()
 model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
 loras = [lib.llama_adapter_lora_init(model, each.encode()) for each in adapters]
