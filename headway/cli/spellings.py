@@ -90,7 +90,7 @@ OPTIONS = {
 }
 NOT_SUPPORTED = {
     "--lora-dtype": "adapters have the type of the model; leave it out",
-    "--fully-sharded-loras": "adapters are not shared among devices; leave it out",
+    "--fully-sharded-loras": "ranks always share adapters as they share layers; leave it out",
     "--lora-scaled": "give the adapter in peft's format, as --lora-modules NAME=PATH",
     "--enable-auto-tool-choice": "models may always call the tools that a request offers; leave it out",
     "--enable-reasoning": "--reasoning-parser alone is enough, and the chat template names it; leave both out",

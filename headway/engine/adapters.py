@@ -7,7 +7,7 @@ again where the host's memory did not keep it; if it holds something else by the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from headway.engine.executor import EngineFault
 from headway.engine.hooks import StepHooks
 from headway.engine.messages import AdapterFound
 from headway.engine.unready import POLL_MS
+from headway.models.adapted import AdaptedModel
 from headway.models.config import ModelError
 from headway.policy.cache.adapters import AdapterLoad
 from headway.policy.step.plan import StepPlan
@@ -25,11 +26,18 @@ from headway.policy.step.request import Sequence
 from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from headway.engine.config import EngineConfig
     from headway.engine.layout import ModelInput
-    from headway.models.adapted import AdaptedModel
     from headway.models.adapters import Adapter
     from headway.models.decoder import Decoder
     from headway.policy.step.plan import ScheduledSequence
+
+
+def adapters_of(config: EngineConfig, model: Decoder, tell: Callable[[str, str, int], None] | None = None) -> Adapters:
+    """What serves the adapters of a model, or of this rank's part of it. See Adapters."""
+    most_rows = config.batched_tokens(model.device.type)
+    adapted = AdaptedModel(model, config.lora_slots, config.max_lora_rank, most_rows)
+    return Adapters(adapted, config.max_cpu_loras or 4 * config.max_loras, tell)
 
 
 def found_in(reading: Future[Adapter], name: str, path: str) -> AdapterFound:
@@ -47,14 +55,17 @@ class Adapters:
     Args:
         model: has the slots.
         most_in_memory: how many adapters the host's memory keeps beside the slots.
+        tell: has the other ranks fill a slot, by an adapter's digest and path; None: there are none.
 
     Attributes:
         slots: the slot of each known sequence with an adapter, by seq_id.
         loading: adapters on the way into slots, by digest.
     """
 
-    def __init__(self, model: AdaptedModel, most_in_memory: int) -> None:
-        self._model, self._most = model, most_in_memory
+    def __init__(
+        self, model: AdaptedModel, most_in_memory: int, tell: Callable[[str, str, int], None] | None = None
+    ) -> None:
+        self._model, self._most, self._tell = model, most_in_memory, tell
         self._paths: dict[str, Path] = {}  # by digest
         self._kept: OrderedDict[str, Adapter] = OrderedDict()  # only the thread touches it
         self._thread = ThreadPoolExecutor(1, "headway-adapters", initializer=torch.set_num_threads, initargs=(1,))
@@ -86,6 +97,13 @@ class Adapters:
         while loads:
             wanted = loads.pop(0)
             self.loading[wanted.digest] = self._thread.submit(self._fill, wanted)
+            if self._tell is not None:
+                self._tell(wanted.digest, str(self._paths[wanted.digest]), wanted.slot)
+
+    def fill(self, digest: str, path: str, slot: int) -> Future[None]:
+        """Begin to fill a slot, as another rank says."""
+        self._paths[digest] = Path(path)
+        return self._thread.submit(self._fill, AdapterLoad(digest, slot))
 
     def take_loaded(self) -> list[tuple[str, str]]:
         """The loads that have ended: the digest, and one line for the user where the adapter could not be had.

@@ -380,14 +380,10 @@ def _draft(start: Prepared, model: Decoder) -> Decoder | None:
 
 def _adapters(start: Prepared, model: Decoder) -> tuple[Adapters, list[AdapterFound]]:
     """What serves adapters, and those that are named. Raises EngineError or ModelError where one cannot be served."""
-    from headway.engine.adapters import Adapters, found_in
-    from headway.models.adapted import AdaptedModel
+    from headway.engine.adapters import adapters_of, found_in
 
-    config = start.config
-    if config.ranks > 1:
-        raise EngineError(f"adapters are not supported with several ranks, and there are {config.ranks}; leave one out")
-    adapted = AdaptedModel(model, config.lora_slots, config.max_lora_rank, config.batched_tokens(start.device.type))
-    adapters = Adapters(adapted, config.max_cpu_loras or 4 * config.max_loras)
+    config, followers = start.config, start.followers
+    adapters = adapters_of(config, model, None if followers is None else followers.fill)
     found = [found_in(adapters.find(each.path), each.name, each.path) for each in config.lora_modules]
     if not config.preload_what_fits and (failed := [each.error for each in found if each.error]):
         raise EngineError(failed[0])

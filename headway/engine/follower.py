@@ -12,12 +12,15 @@ import os
 import signal
 import sys
 import traceback
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
-from headway.engine.ranks import Assignment, Pool, Step, ToRank, share_of
+from headway.engine.layout import ModelInput
+from headway.engine.ranks import Assignment, Fill, Pool, Step, ToRank, share_of
 from headway.engine.runner import Runner
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
@@ -26,12 +29,26 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loading import load_model, resolve_dtype, resolve_model
 from headway.models.quantization import rounds_to
+from headway.policy.step.plan import ScheduledSequence, SequenceState
 
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG, of Linux
 
 
 class Follower(Runner):
-    """A Runner that asks for the same sums as that of rank 0, and leaves the rest of a step to it."""
+    """A Runner that asks for the same sums as that of rank 0, and leaves the rest of a step to it.
+
+    Attributes:
+        filling: the slots of adapters that may not be filled yet.
+    """
+
+    filling: dict[int, Future[None]]
+
+    def _forward(self, step: ModelInput, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> Tensor:
+        if self.adapters is not None and self.filling:
+            for slot in {self.adapters.slots.get(item.seq_id, -1) for item in scheduled} & self.filling.keys():
+                self.filling[slot].result()
+                del self.filling[slot]
+        return super()._forward(step, scheduled, sequences)
 
     def _sample(self, *_: Any) -> None:
         """Draw nothing: rank 0 has the logits."""
@@ -90,6 +107,9 @@ def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> N
             if isinstance(message, Pool):
                 runner = _runner(own, message, model)
                 gc.freeze()
+            elif isinstance(message, Fill):
+                assert runner is not None and runner.adapters is not None
+                runner.filling[message.slot] = runner.adapters.fill(message.digest, message.path, message.slot)
             elif runner is not None:
                 _step(runner, message)
         except Exception:
@@ -102,7 +122,13 @@ def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
     cache_dtype = KV_CACHE_DTYPES[own.config.kv_cache_dtype] or model.dtype
     sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
     more = pool.checkpoints, pool.groups
-    return Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)
+    runner = Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)
+    runner.filling = {}
+    if own.config.lora_slots:
+        from headway.engine.adapters import adapters_of
+
+        runner.adapters = adapters_of(own.config, model)
+    return runner
 
 
 def _step(runner: Follower, step: Step) -> None:

@@ -87,7 +87,15 @@ class Step(msgspec.Struct, array_like=True, tag=True):
     recovers: bool = False
 
 
-ToRank = Pool | Step
+class Fill(msgspec.Struct, array_like=True, tag=True):
+    """An adapter to bring into a slot, beside the steps. The first step with it waits for that."""
+
+    digest: str
+    path: str
+    slot: int
+
+
+ToRank = Pool | Step | Fill
 
 
 class Followers:
@@ -185,9 +193,13 @@ class Followers:
         except RuntimeError as fault:
             raise ValueError(f"{fault}, while it loaded its part of the model") from fault
 
-    def send(self, message: Pool | Step) -> None:
+    def send(self, message: ToRank) -> None:
         """Have the other ranks do something, up to MOST_AHEAD steps ahead. Raises EngineFault where one is gone."""
         self.board.send(_encoder.encode(message), self._wait)
+
+    def fill(self, digest: str, path: str, slot: int) -> None:
+        """Have the other ranks bring an adapter into a slot."""
+        self.send(Fill(digest, path, slot))
 
     def check(self) -> None:
         """Raise EngineFault where a rank is gone, RuntimeError where one has raised in this step."""

@@ -6,9 +6,9 @@ used in numbered slots, and a step says which row has which. What a row gets dep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -62,6 +62,34 @@ class Adapted(Protocol):
         ...
 
 
+class AdaptedMixture(Protocol):
+    """A Mixture with adapters beside its experts."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See Mixture; with what the adapters of the step's rows add."""
+        ...
+
+    def write(self, slot: int, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Do as Adapted.write(), for the products of gate and up and for those of down.
+
+        All experts are stacked, [E, parts, r, in] and [E, r, out].
+        """
+        ...
+
+
+@runtime_checkable
+class AdaptableMixture(Protocol):
+    """A Mixture whose experts may have adapters."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+        """See Mixture."""
+        ...
+
+    def adapted(self, specs: Sequence[AdapterSpec], rows: AdapterRows) -> AdaptedMixture:
+        """The same experts with slots for adapters: beside their products of gate and up, and beside those of down."""
+        ...
+
+
 class AdapterRows:
     """Which rows of a step have which adapter. Kernels find it at the same addresses in every step.
 
@@ -69,6 +97,7 @@ class AdapterRows:
         order: int32, the numbers of the rows, those of a slot together.
         segments: int32 [1 + most, 3]. The first entry has their number; then each has its slot, its first entry of
             `order`, and how many it has, up to SEGMENT_ROWS. Rows without an adapter have NO_SLOT, and come first.
+        slot_of: int32, the slot of each row.
         of_slots: the rows of each slot that the step has, on the host.
 
     Args:
@@ -79,6 +108,7 @@ class AdapterRows:
         self.most_segments = -(-most_rows // SEGMENT_ROWS) + slots + 1
         self._slots = slots
         self.order = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self.slot_of = torch.full((most_rows,), NO_SLOT, dtype=torch.int32, device=device)
         self.segments = torch.zeros((1 + self.most_segments, 3), dtype=torch.int32, device=device)
         self.of_slots: list[tuple[int, list[int]]] = []
         self._filled: tuple[list[int], int] | None = None
@@ -105,7 +135,8 @@ class AdapterRows:
         segments[0] = len(segments) - 1, 0, 0
         del of_slots[NO_SLOT]
         self.of_slots = list(of_slots.items())
-        for target, numbers in ((self.order, order), (self.segments, segments)):
+        of_rows = [*slots, *[NO_SLOT] * (rows - len(slots))]
+        for target, numbers in ((self.order, order), (self.slot_of, of_rows), (self.segments, segments)):
             source = torch.tensor(numbers, dtype=torch.int32)
             # The device may still copy what the step before has sent, so that each has memory of its own.
             source = source.pin_memory() if target.is_cuda else source

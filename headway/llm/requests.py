@@ -39,8 +39,9 @@ class LoRARequest:
     def stamp(self) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Differs where the folder may hold something else than before."""
         try:
-            found = (path.stat() for path in sorted(Path(self.lora_path).iterdir()) if path.name.startswith("adapter_"))
-            return self.lora_path, tuple((each.st_mtime_ns, each.st_size) for each in found)
+            path = Path(self.lora_path)
+            parts = [path] if path.is_file() else [p for p in sorted(path.iterdir()) if p.name.startswith("adapter_")]
+            return self.lora_path, tuple((each.st_mtime_ns, each.st_size) for each in (p.stat() for p in parts))
         except OSError:  # what is wrong is said when it is read
             return self.lora_path, ()
 

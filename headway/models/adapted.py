@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.kernels.adapters import Adapted, AdapterRows
+from headway.kernels.adapters import Adapted, AdaptedMixture, AdapterRows
 from headway.models.adapters import Adapter, AdapterPlaces, adapted_layers
 from headway.models.decoder import Decoder
 
@@ -25,27 +25,28 @@ class AdaptedModel:
 
     def __init__(self, plain: Decoder, slots: int, rank: int, most_rows: int) -> None:
         self._plain, self._slots, self.rank = plain, slots, rank
-        self.places = AdapterPlaces(plain.config, plain.weights.layers, plain.dtype)
+        shared = plain.weights.shared
+        part = None if shared is None else shared.part
+        self.places = AdapterPlaces(plain.config, plain.own_layers, plain.dtype, part)
         self.rows = AdapterRows(most_rows, slots, plain.device)
         self._products: dict[int, Adapted] = {}
+        self._mixtures: dict[int, AdaptedMixture] = {}
         for number in range(1 if plain.device.type == "cpu" else len(self.places.placed)):
             self._product(number)
         self.decoder = self._rebuilt()
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot that no step uses, from any one thread while steps run."""
-        known = len(self._products)
+        known = len(self._products) + len(self._mixtures)
         for number, placed in enumerate(self.places.placed):
-            matrices = self.places.matrices(placed, adapter)
-            if matrices is not None:
-                self._product(number).write(slot, *matrices)
-            elif number in self._products:
-                spec = self.places.spec(placed, self._slots, self.rank, self._plain.device)
-                empty = spec.part_of.new_zeros(0, dtype=self._plain.dtype)
-                self._products[number].write(
-                    slot, empty.view(spec.parts, 0, spec.inputs), empty.view(0, len(spec.part_of))
-                )
-        if len(self._products) > known:
+            down, up = self.places.matrices(placed, adapter)
+            if len(up) or number in self._products:
+                self._product(number).write(slot, down, up)
+        for number, experts in enumerate(self.places.placed_experts):
+            matrices = self.places.matrices_of_experts(experts, adapter)
+            if any(up.shape[1] for _, up in matrices) or number in self._mixtures:
+                self._mixture(number).write(slot, matrices)
+        if len(self._products) + len(self._mixtures) > known:
             self.decoder = self._rebuilt()
 
     def _product(self, number: int) -> Adapted:
@@ -56,7 +57,18 @@ class AdaptedModel:
             found = self._products[number] = plain.kernels.adapted(placed.product, spec, self.rows)
         return found
 
+    def _mixture(self, number: int) -> AdaptedMixture:
+        found = self._mixtures.get(number)
+        if found is None:
+            placed = self.places.placed_experts[number]
+            specs = self.places.specs_of_experts(placed, self._slots, self.rank, self._plain.device)
+            found = self._mixtures[number] = placed.mixture.adapted(specs, self.rows)
+        return found
+
     def _rebuilt(self) -> Decoder:
-        placed = self.places.placed
-        products = {id(placed[number].product): each for number, each in self._products.items()}
-        return self._plain.with_layers(adapted_layers(self._plain.weights.layers, products))
+        products: dict[int, Adapted | AdaptedMixture] = {
+            id(self.places.placed[number].product): each for number, each in self._products.items()
+        }
+        experts = self.places.placed_experts
+        products |= {id(experts[number].mixture): each for number, each in self._mixtures.items()}
+        return self._plain.with_layers(adapted_layers(self._plain.own_layers, products))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
+from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import HeadLinear, Kernels, Linear
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, DeltaRule, Product, Scores, Weight
 from headway.models.checkpoint import (
@@ -37,7 +38,7 @@ from headway.models.tensors import (
     projected_kv,
     recurrent_names,
 )
-from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights, Placed
+from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights, Placed, PlacedExperts
 
 _CENTRED_AT_ONCE = 4096  # rows
 GATES = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
@@ -66,6 +67,7 @@ class Assembler:
         self._clock = clock
         self._quantization = quantization
         self._placed: list[Placed] = []  # the products of the layer that is being made
+        self._placed_experts: PlacedExperts | None = None  # and its mixture
 
     def decoder_weights(self) -> DecoderWeights:
         embedding, lm_head = self.ends()
@@ -130,8 +132,8 @@ class Assembler:
     def _layer(self, index: int, cache: CacheSpec | StateSpec) -> LayerWeights:
         layer, norms, added = f"model.layers.{index}", self._config.traits.norms, self._config.multipliers.added
         placed: list[Placed] = []
-        self._placed = placed
-        return LayerWeights(
+        self._placed, self._placed_experts = placed, None
+        made = LayerWeights(
             mixer_norm=self._norm(f"{layer}.{norms.attention}") if norms.attention else None,
             mixer=self._mixer(index, cache),
             mixed_norm=self._norm(f"{layer}.{norms.attended}", added) if norms.attended else None,
@@ -142,6 +144,8 @@ class Assembler:
             beside=self._config.traits.beside,
             placed=placed,
         )
+        made.placed_experts = self._placed_experts
+        return made
 
     def _is_beside(self, index: int) -> bool:
         """Whether a layer has a plain feed-forward layer beside experts, with norms around each."""
@@ -313,6 +317,9 @@ class Assembler:
             down = (self._product(last, factor=by) for (*_, last), by in zip(names.experts, factors, strict=True))
         with self._clock.measure("layout"):
             mixture = self._kernels.mixture(gate_up, down, experts.here, GATES[self._config.traits.gate])
+        one_by_one = mixture_names(self._config, index, stacked=False)
+        if isinstance(mixture, AdaptableMixture) and one_by_one is not None and one_by_one.experts:
+            self._placed_experts = PlacedExperts(mixture, one_by_one.experts, factors)
         shared = self._dense(names.shared) if names.shared is not None else None
         router = self._linear(*names.router)
         scores = self._scores(names.block, routing, experts)

@@ -215,8 +215,15 @@ class Decoder:
         kinds = [(config.shape.heads, each.cache.heads, each.cache.key_dim, each.cache.recent) for each in attending]
         self._attentions = [AttentionShape(*kind) for kind in dict.fromkeys(kinds)]
 
+    @property
+    def own_layers(self) -> list[LayerWeights]:
+        """The layers, as far as this process has them."""
+        return self.weights.layers if self.weights.shared is None else self.weights.shared.layers
+
     def with_layers(self, layers: list[LayerWeights]) -> Decoder:
-        """A decoder whose layers are others; it shares all else with this one."""
+        """A decoder with others as its own layers; it shares all else with this one."""
+        if self.weights.shared is not None:
+            layers = self.weights.shared.join(layers)
         other = copy.copy(self)
         other.weights, other._identity = replace(self.weights, layers=layers), object()
         other._prepare(other.weights)

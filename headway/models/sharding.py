@@ -9,7 +9,6 @@ several have one. Of stages, each has some of the layers; the first has the embe
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -25,15 +24,13 @@ from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.grouped import smaller_groups, with_rows
 from headway.models.layer_inputs import MLPBesideExperts
+from headway.models.part import NUMBERED, Part, layers_of
 from headway.models.quantization import EMBEDDING
 from headway.models.tensors import Shapes, expected_tensors
-from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights
+from headway.models.weights import AttentionWeights, DecoderWeights, LayerWeights, Shared
 
-_OF_TOKENS = (f"{EMBEDDING}.", "lm_head.")
 _AFTER_SUM = (".o_proj.bias", ".out_proj.bias", ".down_proj.bias", ".down_proj_bias")  # which only one rank adds
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_NUMBERED = re.compile(r"\.(layers|heads|experts)\.(\d+)\.")  # in names of tensors of which a rank has some
-Span = tuple[int, int]  # the first of some rows or columns, and how many there are
 
 
 def part_of(config: ModelConfig, share: Share) -> ModelConfig:
@@ -69,12 +66,6 @@ def _part_of_state(state: StateSpec, count: int) -> StateSpec:
     sizes = state.channels, state.heads, state.key_heads
     channels, heads, key_heads = (size // count for size in sizes)
     return replace(state, channels=channels, heads=heads, key_heads=key_heads)
-
-
-def layers_of(config: ModelConfig, share: Share) -> range:
-    """The layers of a stage by their number."""
-    first, end = (config.shape.layers * stage // share.stages for stage in (share.stage, share.stage + 1))
-    return range(first, end)
 
 
 def _of_layers(config: ModelConfig, layers: range) -> ModelConfig:
@@ -175,11 +166,17 @@ def divided(
         ModelError: the model, or a packed matrix of it, cannot be shared.
     """
     part = part_of(config, ranks.share)
-    own = PartSource(source, config, part, stacked, ranks)
+    own = PartSource(source, config, part, stacked, ranks.share)
     weights = assemble(own, own.shapes, part)
-    if ranks.share.count > 1:
-        weights = _joined(weights, part, ranks, kernels)
-    return part, _in_stages(weights, part, ranks, kernels, dtype)
+
+    def joined(layers: list[LayerWeights]) -> DecoderWeights:
+        made = replace(weights, layers=layers)
+        if ranks.share.count > 1:
+            made = _joined(made, part, ranks, kernels)
+        return _in_stages(made, part, ranks, kernels, dtype)
+
+    shared = Shared(Part(config, part, ranks.share), weights.layers, lambda layers: joined(layers).layers)
+    return part, replace(joined(weights.layers), shared=shared)
 
 
 def _in_stages(
@@ -267,38 +264,23 @@ class _SummedMixture:
         return self._ranks.summed_layer(lambda rows: self._experts(rows, chosen, weights, shared), 2)(x)
 
 
-class PartSource:
+class PartSource(Part):
     """Gives a rank's part of each tensor of a source. Of a mapped file only this part is read.
-
-    Where names have a number of what ranks have some of, a rank's own begin with 0.
 
     Attributes:
         shapes: the tensors of the part.
     """
 
     def __init__(
-        self, source: WeightSource, config: ModelConfig, part: ModelConfig, stacked: bool, ranks: Ranks
+        self, source: WeightSource, config: ModelConfig, part: ModelConfig, stacked: bool, share: Share
     ) -> None:
-        self._source, self._config, self._part = source, config, part
-        share = ranks.share
-        self._number, self._count, self._whole_experts = share.number, share.count, share.whole_experts
-        experts = part.shape.experts
-        self._numbers = {"layers": layers_of(config, share), "heads": _own(part.shape.heads, self._number)}
-        if experts is not None:
-            self._numbers["experts"] = _own(experts.here, self._number if self._whole_experts else 0)
-        self._by_turns = config.routing is not None and config.routing.by_turns
-        vocab = config.shape.vocab
-        start, end = (vocab * number // self._count for number in (self._number, self._number + 1))
-        self._tokens = start, end - start
-        own = replace(part, shape=replace(part.shape, vocab=end - start))
+        super().__init__(config, part, share)
+        self._source, own = source, self._own
         self._whole = expected_tensors(config, stacked)
-        # The same with all matrices as if they were not packed.
-        self._plain = expected_tensors(replace(config, packed=None), stacked)
-        self._plain_parts = expected_tensors(replace(own, packed=None), stacked)
         if config.packed is not None and config.packed.in_groups:  # their tensors are only read whole
             named = {self._here(name): shape for name, shape in self._whole.items()}
             of_own = {name: shape for name, shape in named.items() if name is not None}
-            self.shapes = of_own | {name: self._plain_parts[name] for name in of_own.keys() & self._plain_parts}
+            self.shapes = of_own | {name: self.plain_parts[name] for name in of_own.keys() & self.plain_parts}
         else:
             self.shapes = expected_tensors(own, stacked)
         left_out = tuple(_elsewhere(config, share))
@@ -306,12 +288,12 @@ class PartSource:
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """See WeightSource."""
-        lent = self._source.lend(self._stored(name), dtype)
+        lent = self._source.lend(self.stored(name), dtype)
         return None if lent is None else self._cut(name, lent)
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """See WeightSource."""
-        stored = self._stored(name)
+        stored = self.stored(name)
         is_whole = self._whole_experts and ".experts." in name
         if name.endswith(_AFTER_SUM) and self._number > 0 and not is_whole:
             out.zero_()
@@ -333,13 +315,13 @@ class PartSource:
         Raises:
             ModelError: a part would begin or end within a group.
         """
-        stored = self._stored(f"{layer}.").removesuffix(".")
+        stored = self.stored(f"{layer}.").removesuffix(".")
         weight = self._source.packed(stored, dtype)
         if weight is None:
             return None
         name = f"{layer}.weight"
-        sizes = list(zip(self._plain[f"{stored}.weight"], self._plain_parts[name], strict=True))
-        rows, ((start, size),) = (self._spans(name, *each) for each in sizes)
+        sizes = list(zip(self.plain[f"{stored}.weight"], self.plain_parts[name], strict=True))
+        rows, ((start, size),) = (self.spans(name, *each) for each in sizes)
         numbers = torch.cat([torch.arange(start, start + size) for start, size in rows])
         if len(numbers) < weight.rows:
             weight, _ = with_rows((weight, None), numbers)
@@ -361,61 +343,21 @@ class PartSource:
             groups=_cut_groups(smaller_groups(groups, fits), start, size),
         )
 
-    def _stored(self, name: str) -> str:
-        """The whole model's name of a tensor."""
-        return _NUMBERED.sub(lambda found: f".{found[1]}.{self._numbers[found[1]][int(found[2])]}.", name)
-
     def _here(self, stored: str) -> str | None:
         """This rank's name of a tensor of the whole model; None where it has nothing of it."""
-        if any(int(number) not in self._numbers[of] for of, number in _NUMBERED.findall(stored)):
+        if any(int(number) not in self.numbers[of] for of, number in NUMBERED.findall(stored)):
             return None
-        return _NUMBERED.sub(lambda found: f".{found[1]}.{self._numbers[found[1]].index(int(found[2]))}.", stored)
+        return NUMBERED.sub(lambda found: f".{found[1]}.{self.numbers[found[1]].index(int(found[2]))}.", stored)
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
         """A rank's part of a tensor, where it lies if it is one piece."""
-        stored = self._whole[self._stored(name)]
+        stored = self._whole[self.stored(name)]
         tensor = tensor.view(stored)
         for along, (whole, part) in enumerate(zip(stored, self.shapes[name], strict=True)):
             if whole != part:
-                pieces = [tensor.narrow(along, start, size) for start, size in self._spans(name, whole, part)]
+                pieces = [tensor.narrow(along, start, size) for start, size in self.spans(name, whole, part)]
                 tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, along)
         return tensor
-
-    def _spans(self, name: str, whole: int, part: int) -> list[Span]:
-        """What a rank has of a dimension of a tensor; several pieces where that has several matrices in it."""
-        if whole == part:
-            return [(0, part)]
-        if name.startswith(_OF_TOKENS):
-            return [self._tokens]
-        sizes = [(whole, part)]
-        if ".qkv_proj." in name:
-            of_all, own, width = self._config.shape, self._part.shape, self._config.shape.head_dim
-            of_keys = of_all.kv_heads * width, own.kv_heads * width
-            sizes = [(of_all.heads * width, own.heads * width), of_keys, of_keys]
-        elif ".in_proj_qkv." in name or ".conv1d." in name:
-            sizes = list(zip(*map(_convolved, (self._config, self._part)), strict=True))
-        elif ".conv.in_proj." in name:
-            sizes = [(whole // 3, part // 3)] * 3
-        elif ".gate_up_proj" in name and not self._by_turns:
-            sizes = [(whole // 2, part // 2)] * 2
-        spans, begin = [], 0
-        for size, own_size in sizes:
-            pieces = size // own_size  # fewer than ranks where several have the same one
-            spans.append((begin + self._number * pieces // self._count * own_size, own_size))
-            begin += size
-        return spans
-
-
-def _own(count: int, number: int) -> range:
-    """The numbers that a rank has of something of which each has `count`."""
-    return range(number * count, (number + 1) * count)
-
-
-def _convolved(config: ModelConfig) -> list[int]:
-    """Channels of a delta net that are queries, keys and values."""
-    state = config.shape.state
-    assert state is not None
-    return [state.key_heads * state.key_dim] * 2 + [state.heads * state.value_dim]
 
 
 def _elsewhere(config: ModelConfig, share: Share) -> Iterator[str]:

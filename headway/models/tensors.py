@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
@@ -117,6 +118,13 @@ def expected_tensors(config: ModelConfig, stacked: bool = False) -> Shapes:
     if not c.tied_embeddings:
         tensors.linear("lm_head", c.vocab, c.hidden)
     return shapes
+
+
+def plain_tensors(config: ModelConfig) -> Shapes:
+    """The same with all matrices as if they were not packed; experts both one by one and stacked."""
+    config = replace(config, packed=None)
+    stacked = {} if config.routing is None else expected_tensors(config, stacked=True)
+    return stacked | expected_tensors(config)
 
 
 def layer_tensors(config: ModelConfig, index: int, stacked: bool) -> Shapes:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headway.cost.layers import CacheSpec
+from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import AddRMSNorm, Linear, RMSNorm
 from headway.models.latent_attention import LatentWeights
 from headway.models.layer_inputs import LayerInputs
 from headway.models.recurrent import DeltaNet, ShortConvolution
+
+if TYPE_CHECKING:
+    from headway.models.part import Part
 
 
 @dataclass(slots=True)
@@ -45,11 +50,25 @@ class Placed:
         centred: each input's outputs have a mean of 0.
     """
 
-    product: Callable[[Tensor], Tensor]
+    product: Callable[..., Tensor]
     layers: tuple[str, ...]
     rows: Tensor | None = None
     factor: float = 1.0
     centred: bool = False
+
+
+@dataclass(slots=True)
+class PlacedExperts:
+    """A mixture as it was made of a checkpoint's layers.
+
+    Args:
+        layers: the names of each expert's layers, of gate, up and down.
+        factors: what each expert's down was multiplied with.
+    """
+
+    mixture: AdaptableMixture
+    layers: tuple[tuple[str, ...], ...]
+    factors: list[float]
 
 
 @dataclass(slots=True)
@@ -65,6 +84,22 @@ class LayerWeights:
     end: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # as LayerEnd, instead of an addition
     beside: bool = False  # the MLP reads what the mixer reads
     placed: list[Placed] = field(default_factory=list)
+    placed_experts: PlacedExperts | None = None
+
+
+@dataclass(slots=True)
+class Shared:
+    """What is known of a model of which this process has a part.
+
+    Args:
+        part: says which part of each tensor.
+        layers: this process's own, which ask no other rank.
+        join: makes layers that ask the other ranks of such layers.
+    """
+
+    part: Part
+    layers: list[LayerWeights]
+    join: Callable[[list[LayerWeights]], list[LayerWeights]]
 
 
 @dataclass(slots=True)
@@ -77,3 +112,4 @@ class DecoderWeights:
     lm_head: Linear
     inputs: LayerInputs | None = None
     add_rms_norm: AddRMSNorm | None = None  # instead of that of the kernels, for layers that give parts of sums
+    shared: Shared | None = None

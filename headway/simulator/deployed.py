@@ -12,6 +12,7 @@ from headway.config_files.tenants import TenantFile, read_tenant_file
 from headway.cost.capacity import Capacity, capacity, remedies, sequence_bytes
 from headway.cost.hardware import Hardware
 from headway.cost.loading import HOST_LINK_SHARE
+from headway.cost.memory import adapter_bytes
 from headway.cost.timing import Deployment
 from headway.flags import Flag, Needs, size
 from headway.planner.engines import HEADWAY, EngineProfile, find_profile
@@ -29,6 +30,7 @@ from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.speculative_config import SpeculativeConfig
+from headway.simulator.adapters import AdapterPlan, Adapters
 from headway.simulator.drafts import DraftPlan, Drafts
 from headway.simulator.engine import Host, NextEngine
 from headway.simulator.server import Server
@@ -97,6 +99,12 @@ class ServerOptions(DeploymentOptions):
             metavar="P[,P...]",
         ),
     ] = None
+    lora_adapters: Annotated[
+        int | None, _engine("Requests are for so many adapters, of a popularity as Zipf's law has it.", min=1)
+    ] = None
+    lora_zipf: Annotated[float, _engine("Exponent of that law; 0: all are as popular.", min=0)] = 1.0
+    max_loras: Annotated[int, _engine("With --lora-adapters: how many a step may have.", min=1, max=1024)] = 8
+    max_lora_rank: Annotated[int, _engine("Rank of these adapters.", min=1, max=256)] = 16
     service_classes: Annotated[
         ClassFile | None,
         _server(
@@ -137,6 +145,7 @@ class Deployed:
     quotas: Quotas | None = None
     deployment: Deployment | None = None
     drafts: DraftPlan | None = None
+    adapters: AdapterPlan | None = None
     is_static: bool = False
 
     def server(self, next_engine: NextEngine | None = None) -> Server:
@@ -148,6 +157,8 @@ class Deployed:
         server = Server(*parts)
         if self.drafts is not None:
             server.drafts = Drafts(self.drafts, self.scheduler)
+        if self.adapters is not None:
+            server.adapters = Adapters(self.adapters, self.scheduler)
         return server
 
 
@@ -176,7 +187,8 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
         scheduling = replace(scheduling, weights=options.tenants.table.weights)
         quotas = Quotas(options.tenants.table, 0)
     swap = _swap(options, scheduling, device, found)
-    scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile, hardware), swap)
+    slots = options.max_loras if options.lora_adapters is not None else 0
+    scheduler = scheduling.scheduler(device, pool, functools.partial(scheduler_of, profile, hardware, slots), swap)
     efficiency, usual = found.deployment.efficiency, None if profile.is_headway else math.inf
     limits = QueueLimits.for_engine(
         scheduler.config.max_num_seqs,
@@ -206,15 +218,27 @@ def deploy(options: ServerOptions, scheduling: SchedulingOptions, pools: float =
     host = Host(round(efficiency.request_s * 1e9), efficiency.token_s * 1e9, output_ns=per_output_ns, ahead=ahead)
     is_static = options.scheduler_profile == "static"
     timing, deployment = Predicted(found.deployment), found.deployment
-    return Deployed(scheduler, timing, limits, host, about, quotas, deployment, drafts, is_static)
+    adapters = None
+    if options.lora_adapters is not None:
+        about |= {"lora_adapters": options.lora_adapters, "max_loras": options.max_loras}
+        adapters = _adapters(options, options.lora_adapters, device, found.deployment)
+    return Deployed(scheduler, timing, limits, host, about, quotas, deployment, drafts, adapters, is_static)
 
 
 def _check_static(options: ServerOptions) -> None:
     """Raises PlanError where a batch without a scheduler is asked for together with what only a scheduler does."""
     of_scheduler = {each.name for each in fields(SchedulingOptions)} - {"max_num_seqs", "block_size"}
-    of_scheduler |= {"speculative_config", "acceptance", "tenants", "service_classes"}
+    of_scheduler |= {"speculative_config", "acceptance", "tenants", "service_classes", "lora_adapters"}
     for name in sorted(options.given & of_scheduler):
         raise PlanError(f"{name} is for a scheduler, which --scheduler-profile static has none of; leave it out")
+
+
+def _adapters(options: ServerOptions, count: int, device: str, deployment: Deployment) -> AdapterPlan:
+    """What adapters cost: a step reads each that it has, and a load goes over the host's link."""
+    size = adapter_bytes(deployment.device, 1, options.max_lora_rank, deployment.precision)
+    read = deployment.hardware.bytes_per_s * deployment.efficiency.matmul_bytes
+    loaded = _host_rate(device, deployment.hardware) or read
+    return AdapterPlan(count, options.lora_zipf, round(1e9 * size / loaded), round(1e9 * size / read))
 
 
 def _drafts(options: ServerOptions, found: Resolved) -> DraftPlan | None:
@@ -243,6 +267,8 @@ def _request(options: ServerOptions, scheduling: SchedulingOptions, device: str)
         block_size=scheduling.block_size,
         prompt_tokens=1,
         output_tokens=1,
+        max_loras=options.max_loras if options.lora_adapters is not None else None,
+        max_lora_rank=options.max_lora_rank,
         **shared,
     )
 
@@ -269,8 +295,8 @@ def _longest(options: ServerOptions, found: Resolved) -> int:
 
 def _swap(options: ServerOptions, scheduling: SchedulingOptions, device: str, found: Resolved) -> SwapSpace:
     """Host memory for each device, behind its link; a CPU copies within its memory, which it reads and writes."""
-    hardware, block_bytes = found.deployment.hardware, _block_bytes(options, found, scheduling.block_size)
-    rate = hardware.bytes_per_s / 2 if device == "cpu" else (hardware.host_bytes_per_s or 0.0) * HOST_LINK_SHARE
+    block_bytes = _block_bytes(options, found, scheduling.block_size)
+    rate = _host_rate(device, found.deployment.hardware)
     if not rate:
         return NO_SWAP
     blocks = scheduling.swap_bytes(device) // block_bytes
@@ -280,6 +306,11 @@ def _swap(options: ServerOptions, scheduling: SchedulingOptions, device: str, fo
             f"at most {MOST_HOST_BLOCKS:,} can be simulated"
         )
     return SwapSpace(blocks, block_ns=2e9 * block_bytes / rate)
+
+
+def _host_rate(device: str, hardware: Hardware) -> float:
+    """Bytes/s from or to the host's memory; 0 where that is not known."""
+    return hardware.bytes_per_s / 2 if device == "cpu" else (hardware.host_bytes_per_s or 0.0) * HOST_LINK_SHARE
 
 
 def _pool(
@@ -332,7 +363,10 @@ def with_defaults(
     return replace(scheduling, **{name: value for name, value in defaults.items() if name not in options.given})
 
 
-def scheduler_of(profile: EngineProfile, hardware: Hardware, config: SchedulerConfig, blocks: KVBlocks) -> Scheduler:
-    """Make a scheduler that follows the rules of a profile."""
+def scheduler_of(
+    profile: EngineProfile, hardware: Hardware, slots: int, config: SchedulerConfig, blocks: KVBlocks
+) -> Scheduler:
+    """Make a scheduler that follows the rules of a profile, with slots for so many adapters."""
     lookahead = config.lookahead if profile.lookahead is None else profile.lookahead
-    return Scheduler(replace(config, lookahead=lookahead, sharing=profile.limits(hardware).sharing), blocks)
+    sharing = profile.limits(hardware).sharing
+    return Scheduler(replace(config, lookahead=lookahead, sharing=sharing, max_loras=slots), blocks)

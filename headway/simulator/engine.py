@@ -16,6 +16,7 @@ from headway.policy.step.request import NEVER, Sequence, sequences_of
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.steady import Draws, SteadyDecodes
 from headway.policy.step.step_time import StepWork
+from headway.simulator.adapters import Adapters
 from headway.simulator.answers import Choice, EngineDied, Present, Stuck
 from headway.simulator.drafts import Drafts
 from headway.simulator.log import StepLog
@@ -58,6 +59,7 @@ class Engine(ABC):
         steps: the log of the steps that were run.
         is_idle: it is to be told as soon as something comes.
         drafts: has steps try drafts; None without speculation.
+        adapters: those that requests are for; None without any.
     """
 
     def __init__(self, scheduler: Scheduler, timing: Timing, host: Host, next_engine: NextEngine | None) -> None:
@@ -79,6 +81,7 @@ class Engine(ABC):
         self._choices: dict[int, Choice] = {}  # choices that have not ended, by seq_id
         self._drawn: dict[int, list[int]] = {}  # what is drawn of each next
         self.drafts: Drafts | None = None
+        self.adapters: Adapters | None = None
 
     @abstractmethod
     def _next_ns(self) -> int:
@@ -169,7 +172,11 @@ class Engine(ABC):
             self.now = self.drafts.propose(self._choices, self.now)
         planned = self.now
         self._catch_up()
+        if self.adapters is not None:
+            self.adapters.before(planned)
         plan = self.scheduler.schedule(planned)
+        if self.adapters is not None:
+            self.adapters.planned(plan, planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
         if not plan.scheduled:
@@ -181,6 +188,8 @@ class Engine(ABC):
                 raise
             yield died.at_ns
             return self._continue_in(died, self._next_engine())
+        if self.adapters is not None:
+            times = self.adapters.longer(times, plan, self._choices)
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         drawn = self._drawn if self.drafts is None else self.drafts.drawn(plan, self._choices, self._drawn)
         changed = self.scheduler.complete(plan, drawn, times)
@@ -223,7 +232,7 @@ class Engine(ABC):
 
     def _next_steps(self, timing: DecodeTiming) -> list[StepTimes]:
         """The next steps, where the same choices decode in them as before and nothing is to be decided."""
-        if self._steady is None and self.drafts is None:
+        if self._steady is None and self.drafts is None and self.adapters is None:
             self._steady = SteadyDecodes.of(self.scheduler, self._draws)
         if self._steady is None or (found := self._steady.next_steps(self.now)) is None:
             return []
@@ -335,12 +344,11 @@ class Engine(ABC):
         self._end_run(len(self.steps))
         self.steps.engines_lost += 1
         self._back_ns = died.back_ns
-        if self.drafts is not None:
-            self.drafts = Drafts(self.drafts.plan, scheduler)
+        self._begin_anew(scheduler)
         inside = {id(choice.of): choice.of for choice in self._choices.values()}
         inside |= {id(present): present for do, present in self._inbox if do == self._add}
         given_up = {id(present) for do, present in self._inbox if do == self._abort}
-        lost, self.scheduler = self._choices, scheduler
+        lost = self._choices
         self._choices, self._drawn = {}, {}
         self._inbox.clear()
         for present in inside.values():
@@ -350,3 +358,11 @@ class Engine(ABC):
             else:
                 self._inbox.append((self._add, present))
         self.now = self._ran_ns = died.back_ns
+
+    def _begin_anew(self, scheduler: Scheduler) -> None:
+        """Have the scheduler of another engine, which knows nothing."""
+        self.scheduler = scheduler
+        if self.drafts is not None:
+            self.drafts = Drafts(self.drafts.plan, scheduler)
+        if self.adapters is not None:
+            self.adapters = Adapters(self.adapters.plan, scheduler)

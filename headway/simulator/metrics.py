@@ -43,6 +43,7 @@ def metrics_of(fleet: Fleet) -> dict[str, Any]:
         "requests_finished": dict(sorted(Counter(str(answer.finish_reason) for answer in answers).items())),
         "stall_seconds": {phase: ns / 1e9 for phase, ns in sorted(stalls.items())},
         **_tenants_of(fleet),
+        **_adapters_of(fleet),
         **over_time(gauges_of_all(fleet)),
     }
 
@@ -60,6 +61,15 @@ def _tenants_of(fleet: Fleet) -> dict[str, Any]:
             for name in ("reserved", "settled", "refunded"):
                 sums.setdefault(tenant or ALL, Counter())[f"{unit}_{name}"] += getattr(meter, name)
     return found | ({"tenants": sums} if sums else {})
+
+
+def _adapters_of(fleet: Fleet) -> dict[str, Any]:
+    """Whether requests found their adapters in slots, in all servers; nothing without adapters."""
+    counts: Counter[str] = Counter()
+    for server in fleet.servers:
+        if server.adapters is not None:
+            counts.update(server.adapters.counts)
+    return {"adapters": counts} if counts else {}
 
 
 def gauges_of_all(fleet: Fleet) -> list[tuple[float, dict[str, float]]]:

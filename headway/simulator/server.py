@@ -20,7 +20,6 @@ from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.request import NEVER, FinishReason, check
 from headway.policy.step.scheduler import Scheduler
 from headway.simulator.answers import Answer, Present, in_words, over_in_words
-from headway.simulator.drafts import Drafts
 from headway.simulator.engine import Engine, Host, NextEngine, sampled_ns
 from headway.simulator.log import StepLog
 from headway.simulator.timing import Timing
@@ -165,6 +164,8 @@ class Server(Engine):
         ]
         if self.keeps_answers:
             self.answers += answers
+        if self.adapters is not None and not request.adapter:
+            request.adapter = self.adapters.plan.of(request.request_id)
         request.arrival_ns = now
         service = classes.named(request.service_class) if request.service_class else classes.default_class
         present = Present(arrival, answers, self.queues.place(service.name, request.tenant), len(answers))
@@ -258,9 +259,8 @@ class Server(Engine):
         self._end_run(len(self.steps))
         self.steps.engines_lost += 1
         lost, self._present = list(self._present.values()), {}
-        self.scheduler, self.now = self._next_engine(), now
-        if self.drafts is not None:
-            self.drafts = Drafts(self.drafts.plan, self.scheduler)
+        self.now = now
+        self._begin_anew(self._next_engine())
         self.is_idle, self._tokenizer_free_ns, self._back_ns = False, 0, 0
         for kept in (self._choices, self._drawn, self._inbox, self._coming):
             kept.clear()

@@ -187,6 +187,22 @@ def test_many_calls_of_an_engine_in_a_process_of_its_own(home: Path, expected: l
     asyncio.run(run())
 
 
+def test_all_ranks_fill_their_slots(make: Any, home: Path, expected: list[list[list[int]]], tmp_path: Path) -> None:
+    """Where one reads another adapter than rank 0 did, those who have it end."""
+    llm, model = make(max_loras=2, max_cpu_loras=3, tensor_parallel_size=2), tiny.build("llama")
+    check(llm, home, expected, list(range(NUM_ADAPTERS + 1)))
+    lora.save(tmp_path / "a", model, 4, 8)
+    adapters = llm.engine.core.adapters
+    assert adapters is not None
+    digest = adapters.find(str(tmp_path / "a")).result().digest
+    lora.save(tmp_path / "a", model, 4, 9)  # rank 0 has the first one in the host's memory
+    request = LoRARequest("a", 1, str(tmp_path / "a"))
+    llm._digests[request.stamp] = digest
+    with pytest.raises(ValueError, match="the engine failed on this request"):
+        llm.generate([PROMPTS[0]], GREEDY, lora_request=request)
+    check(llm, home, expected, [0, NUM_ADAPTERS])
+
+
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=pytest.mark.gpu) for graphs in (True, False)])
 def test_on_a_gpu(make: Any, home: Path, expected: list[list[list[int]]], graphs: bool) -> None:
     llm = make(max_loras=2, device="cuda", num_threads=None, enforce_eager=not graphs, gpu_memory_utilization=0.5)
@@ -204,5 +220,3 @@ def test_what_cannot_be_served_is_one_line(make: Any, home: Path) -> None:
         make(lora_modules=["x=/none", {"name": "x", "path": "/other"}])
     with pytest.raises(ValueError, match="max_cpu_loras is 1, less than max_loras"):
         make(max_cpu_loras=1)
-    with pytest.raises(ValueError, match="adapters are not supported with several ranks, and there are 2"):
-        make(tensor_parallel_size=2)

@@ -107,6 +107,7 @@ def emulate() -> None:
 
 def compile_all() -> int:
     """The jobs of every kind; LLVM ends the process where ARM has no such instruction. Returns how many they were."""
+    from headway.kernels.cpu import adapters as cpu_adapters
     from headway.kernels.cpu import attention as cpu_attention
     from headway.kernels.cpu import cache as cpu_cache
     from headway.kernels.cpu import experts as cpu_experts
@@ -120,6 +121,7 @@ def compile_all() -> int:
 
     plain = [(kind, kind) for kind in (FLOAT32, BFLOAT16, FLOAT16)]
     codes = [cpu_rows.take_job()]
+    codes += [make(kind) for kind, _ in plain for make in (cpu_adapters.lower_job, cpu_adapters.raise_job)]
     for x_kind, kind in (*plain, (BFLOAT16, INT8), (BFLOAT16, WIDE_INT8), (BFLOAT16, INT4)):
         codes += [make(x_kind, kind) for make in (cpu_packing.pack_job, cpu_packing.rows_job, cpu_product.product_job)]
     for kind in GROUPED:

@@ -75,6 +75,14 @@ def check_attention(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None
     )
 
 
+def check_adapters(dtype: torch.dtype) -> None:
+    from headway.kernels.cpu.kernels import CpuKernels
+    from tests.kernels import operations
+
+    for sizes in ((1038, 33, 20), (64, 128, 8)):
+        operations.check_adapters(CpuKernels(), dtype, *sizes)
+
+
 def check_rows(dtype: torch.dtype) -> None:
     from headway.kernels.cpu.kernels import CpuKernels
     from tests.kernels import operations
@@ -96,6 +104,7 @@ def main() -> None:
     check_passes()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_products(dtype, "none")
+        check_adapters(dtype)
     for quantization in ("int8", "int8-weight-only", "int4"):
         check_products(torch.float32, quantization)
     for scheme in ("int4-weight-only", "int8-weight-only", "float8-weight-only", *CODES):

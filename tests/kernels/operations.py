@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.sampler import BAD_TOKEN, Sampler
+from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.interface import Kernels, LayerCache, SinkQueries
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, Groups, Product, Scores, Weight
@@ -432,3 +433,28 @@ def empty_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Laye
         keys, values = (torch.full(shape, 99, dtype=dtype, device=device) for _ in range(2))
         return LayerCache(keys, values, *(torch.full(shape[:3], math.nan, device=device) for _ in range(2)))
     return LayerCache(*(torch.full(shape, math.nan, dtype=dtype, device=device) for _ in range(2)))
+
+
+def check_adapters(kernels: Kernels, dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
+    """Products of two parts, plain and gated, with adapters in two of three slots, and rows without."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    weight, x = random(2 * outputs, inputs), random(37, inputs)
+    part_of = torch.arange(2 * outputs) // outputs
+    spec = AdapterSpec(inputs, part_of, dtype, torch.device("cpu"), 3, rank)
+    rows = AdapterRows(64, 3, torch.device("cpu"))
+    rows.fill([[-1, 2, 2, 0][at % 4] for at in range(37)], 37)
+    found = []
+    for each in (kernels, REFERENCE):
+        for product in (each.linear(Weight(weight), None), each.gated_linear(Weight(weight), None)):
+            made = each.adapted(product, spec, rows)
+            generator.manual_seed(1)
+            for slot in (0, 2):
+                made.write(slot, random(2, rank, inputs), random(rank, 2 * outputs))
+            found.append(made(x).float())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)

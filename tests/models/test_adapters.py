@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,19 +16,19 @@ from torch import Tensor
 
 from headway.cost.memory import adapter_bytes
 from headway.kernels import kernels_for
-from headway.kernels.adapters import AdapterRows, AdapterSpec
 from headway.kernels.interface import Kernels, LayerCache, StepGeometry
 from headway.kernels.reference import ReferenceKernels
-from headway.kernels.weights import Weight
 from headway.models.adapted import AdaptedModel
 from headway.models.adapters import WEIGHTS_FILE
 from headway.models.config import ModelError
 from headway.models.decoder import Decoder
 from headway.models.folder import resolve_model
 from headway.models.loading import load_model
+from tests.kernels import operations
 from tests.kernels.test_cpu_linear import relative_error
 from tests.models import gguf_files, lora, test_grouped_checkpoints, tiny
 from tests.models.paging import PagedModel, whole
+from tests.models.ranks import of_parts
 from tests.models.test_gguf import ROUNDING, WIDE, mixed, with_weights
 
 pytestmark = pytest.mark.timeout(600)
@@ -76,9 +78,15 @@ def adapted(decoder: Decoder, *folders: Path, rank: int = 16) -> AdaptedModel:
 
 
 def check_parity(
-    tmp_path: Path, case: str, kernels: Kernels, device: str = "cpu", sizes: Any = None, **settings: Any
+    tmp_path: Path,
+    case: str,
+    kernels: Kernels,
+    device: str = "cpu",
+    sizes: Any = None,
+    ranks: tuple[tuple[int, int], ...] = (),
+    **settings: Any,
 ) -> None:
-    """Check a step of two adapters and the base model beside Hugging Face's models."""
+    """Check a step of two adapters and the base model beside Hugging Face's models, also in (ranks, stages)."""
     hugging_face = tiny.save(case, tmp_path / "base", sizes)
     deltas = [
         lora.save(tmp_path / "a", hugging_face, 3, 1, **settings),
@@ -98,6 +106,14 @@ def check_parity(
     ours = together(model, PROMPTS, SLOTS)
     for one, other in zip(ours, expected, strict=True):
         assert (one - other).abs().max().item() <= TOLERANCE
+    for count in ranks:
+        parts = of_parts(
+            tmp_path / "base",
+            count,
+            lambda part: together(adapted(part, tmp_path / "a", tmp_path / "b"), PROMPTS, SLOTS),
+        )
+        for one, other in zip(parts[0], expected, strict=True):
+            assert (one - other).abs().max().item() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -105,6 +121,21 @@ def check_parity(
 )
 def test_logits_are_those_of_the_merged_weights(case: str, tmp_path: Path) -> None:
     check_parity(tmp_path, case, kernels_for("cpu", torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("qwen2", (2, 4)),
+        ("qwen2_moe", (2,)),
+        ("deepseek_v3", (2,)),
+        pytest.param("qwen3_next", (2,), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_have_their_parts_of_adapters_also_of_single_experts(
+    case: str, ranks: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    check_parity(tmp_path, case, kernels_for("cpu", torch.float32), ranks=ranks, experts=True)
 
 
 def test_settings_of_single_layers_and_the_reference_kernels(tmp_path: Path) -> None:
@@ -159,31 +190,73 @@ def test_over_packed_weights(form: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert relative_error(torch.cat(ours), expected) < ROUNDING
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gguf_files_of_llama_cpps_converter(kind: str, tmp_path: Path) -> None:
+    """Whose queries and keys have their rows in llama.cpp's order."""
+    hugging_face = tiny.save("llama", tmp_path / "base", WIDE)
+    lora.save(tmp_path / "a", hugging_face, 32, only="layers.1")
+    deltas = lora.as_gguf(tmp_path / "a.gguf", tmp_path / "a", hugging_face, kind)
+    decoder = load_model(tmp_path / "base", torch.float32, kernels_for("cpu", torch.float32))
+    ours = together(adapted(decoder, tmp_path / "a.gguf", rank=32), PROMPTS[:1], [0])[0]
+    expected = tiny.logits(lora.merge(hugging_face, deltas), PROMPTS[0])
+    assert (ours - expected).abs().max().item() <= TOLERANCE
+
+
+def test_a_gguf_file_has_experts_stacked(tmp_path: Path) -> None:
+    tiny.save("qwen2_moe", tmp_path / "base")
+    decoder = load_model(tmp_path / "base", torch.float32, kernels_for("cpu", torch.float32))
+    places, name = AdaptedModel(decoder, 1, 16, 16).places, "model.layers.1.mlp.experts.{}.down_proj"
+    experts = decoder.config.shape.experts
+    assert experts is not None
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2moe")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    shapes = {"a": (experts.count, 4, experts.width), "b": (experts.count, decoder.config.shape.hidden, 4)}
+    stacks = {matrix: np.random.default_rng(0).normal(size=size).astype("f4") for matrix, size in shapes.items()}
+    for matrix, values in stacks.items():
+        writer.add_tensor(f"blk.1.ffn_down_exps.weight.lora_{matrix}", values)
+    lora.finish(writer)
+    layers = places.read(tmp_path / "a.gguf", 16).layers
+    assert set(layers) == {name.format(number) for number in range(experts.count)}
+    for number in range(experts.count):
+        assert torch.equal(layers[name.format(number)].down, torch.from_numpy(stacks["a"][number]))
+        assert torch.equal(layers[name.format(number)].up, torch.from_numpy(stacks["b"][number]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.type": "model"}, "is of type 'model', 'lora'; only adapters of lora are supported"),
+        ({"tensor": "blk.0.attn_norm.weight"}, "attn_norm.weight is no matrix of LoRA"),
+        ({"tensor": "blk.9.attn_q.weight.lora_a"}, "layers.9.self_attn.q_proj has lora_A alone|is beyond the base"),
+        ({"tensor": "output.weight.lora_a"}, "lm_head is an embedding or the head"),
+        ({"tensor": "blk.0.attn_q.weight.lora_b"}, "q_proj has lora_B alone; A and B are needed"),
+    ],
+)
+def test_a_bad_gguf_adapter_is_one_line(
+    change: dict[str, str], message: str, tmp_path: Path, small: AdaptedModel
+) -> None:
+    path = tmp_path / "bad.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.type", change.get("general.type", "adapter"))
+    writer.add_string("adapter.type", "lora")
+    writer.add_tensor(change.get("tensor", "blk.0.attn_q.weight.lora_a"), np.ones((4, 48), np.float32))
+    lora.finish(writer)
+    with pytest.raises(ModelError, match=message) as caught:
+        small.places.read(path, 64)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        small.places.read(path, 64)
+    with pytest.raises(ModelError, match="not found"):
+        small.places.read(tmp_path / "none.gguf", 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), [(2100, 70, 3), (64, 256, 40), (1038, 33, 256)])
 def test_products_on_a_cpu_are_those_of_torch(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
     """Inputs of several parts, outputs that are no whole vectors of one part, ranks beyond a strip; gated or not."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-
-    weight, x = random(2 * outputs, inputs), random(37, inputs)
-    part_of = torch.arange(2 * outputs) // outputs
-    spec = AdapterSpec(inputs, part_of, dtype, torch.device("cpu"), 3, rank)
-    rows = AdapterRows(64, 3, torch.device("cpu"))
-    rows.fill([[-1, 2, 2, 0][at % 4] for at in range(37)], 37)
-    found = []
-    for kernels in (kernels_for("cpu", dtype), ReferenceKernels()):
-        for product in (kernels.linear(Weight(weight), None), kernels.gated_linear(Weight(weight), None)):
-            made = kernels.adapted(product, spec, rows)
-            generator.manual_seed(1)
-            for slot in (0, 2):
-                made.write(slot, random(2, rank, inputs), random(rank, 2 * outputs))
-            found.append(made(x).float())
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    for ours, theirs in zip(found[:2], found[2:], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    operations.check_adapters(kernels_for("cpu", dtype), dtype, inputs, outputs, rank)
 
 
 def test_slots_take_what_a_plan_says(small: AdaptedModel) -> None:
@@ -235,7 +308,7 @@ def _renamed(name: str) -> Callable[[Path], None]:
         (_settings(lora_alpha="much"), "has lora_alpha 'much'; it must be a number"),
         (_settings(rank_pattern={"(": 2}), "rank_pattern has '\\(', which is no pattern"),
         (_renamed("lm_head"), "lm_head is an embedding or the head"),
-        (_renamed("model.layers.0.mlp.experts.3.up_proj"), "is of experts, of which adapters are not supported"),
+        (_renamed("model.layers.0.mlp.experts.3.up_proj"), "is of experts, whose adapters need a CPU"),
         (_renamed("model.layers.7.self_attn.q_proj"), "is beyond the base model's 3 layers"),
         (_renamed("model.layers.0.self_attn.w_proj"), "is no linear layer of the base model, which has down"),
         (_tensors(lambda t: t.update({f"{_Q}A.weight": torch.ones(4, 64)})), r"\[48, 64\], and .* is \[48, 48\]"),

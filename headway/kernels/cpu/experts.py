@@ -7,12 +7,13 @@ Each job's arguments begin with the rows that are taken at a time and the number
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+from headway.kernels.adapters import AdaptedMixture, AdapterRows, AdapterSpec
 from headway.kernels.cpu.compile import compiled, give_back, take_memory
 from headway.kernels.cpu.expert_plan import MOST_ROWS, ExpertPlan
 from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
@@ -20,6 +21,9 @@ from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import FLOAT32, KINDS, load, read_int64, store, write_integer
 from headway.kernels.cpu.team import Team
+
+if TYPE_CHECKING:
+    from headway.kernels.cpu.adapters import AdaptedLinear
 
 _ZERO, _ONE, _NAN, _LOWEST = np.float32(0), np.float32(1), np.float32(np.nan), -np.float32(np.inf)
 
@@ -223,6 +227,26 @@ class PackedExperts:
         )  # fmt: skip
         self._team.share(mix_job(KINDS[x.dtype]), MIX, tokens, width * chosen.numel(), arguments)
         return out
+
+    def adapted(self, specs: Sequence[AdapterSpec], rows: AdapterRows) -> AdaptedMixture:
+        """See AdaptableMixture."""
+        from headway.kernels.cpu.adapters import AdaptedLinear
+
+        pairs = zip((self.gate_up, self.down), specs, strict=True)
+        return AdaptedExperts(self, [AdaptedLinear(self._team, *pair, rows, self.here[1]) for pair in pairs])
+
+
+class AdaptedExperts(PackedExperts):
+    """A mixture of which both products have adapters beside them. All else is the plain one's."""
+
+    def __init__(self, plain: PackedExperts, products: list[AdaptedLinear]) -> None:
+        vars(self).update(vars(plain))
+        self.gate_up, self.down = self._adapted = products
+
+    def write(self, slot: int, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See AdaptedMixture."""
+        for product, (down, up) in zip(self._adapted, matrices, strict=True):
+            product.write(slot, down, up)
 
 
 class HeadPlan:

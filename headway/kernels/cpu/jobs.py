@@ -31,9 +31,9 @@ from headway.kernels.cpu.simd import (
 )
 
 LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
-COUNTERS = 3
+COUNTERS = 5
 _COUNTERS_AT, _JOB_AT, ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
-MOST_ARGUMENTS = 32
+MOST_ARGUMENTS = 34
 ENTRY_WORDS = 2 + MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
 _OPEN, INSIDE = 128, 127
 # A helper looks for the next job for some microseconds, then lets others have the core while it looks on

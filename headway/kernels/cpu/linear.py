@@ -31,8 +31,24 @@ class Plan(Protocol):
     def address(self) -> int: ...
 
 
+class Beside(Protocol):
+    """What a product computes beside its own; see cpu.adapters."""
+
+    address: int
+
+    def room(self, rows: int) -> Tensor:
+        """Memory for a step of so many rows."""
+        ...
+
+
 class PackedLinear(PackedWeight):
-    """Multiplies with a packed weight, or with those of experts."""
+    """Multiplies with a packed weight, or with those of experts.
+
+    Attributes:
+        adapters: those beside it, if there are any.
+    """
+
+    adapters: Beside | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of x's dtype or wide."""
@@ -46,12 +62,6 @@ class PackedLinear(PackedWeight):
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write the sums of x [T, in] to out [T, out] float32, strided along T or not, unrounded."""
         self._product(x, x.shape[0], 0, False, out)
-
-    def sums(self, x: Tensor) -> Tensor:
-        """The sums of x [T, in] for all lanes of the panels, [T, lanes] float32: before the gate, if there is one."""
-        out = self._team.empty((x.shape[0], len(self._row_scales)), torch.float32)
-        self._product(x, x.shape[0], 0, False, out)
-        return out
 
     def of_experts(self, x: Tensor, plan: Plan, gathers: bool) -> Tensor:
         """Each row of the plan times the weight of its expert -> [rows, out].
@@ -73,6 +83,10 @@ class PackedLinear(PackedWeight):
         block, more = self._block_at_once, _NO_MORE
         if self._groups is not None:
             block, more = self._block, self._groups.arguments()[1:]
+        beside = 0, 0
+        if self.adapters is not None:
+            room = self.adapters.room(rows)
+            beside = self.adapters.address, room.data_ptr()
         # The rows are cut into pieces, so that sums stay in cache and every thread has work.
         wanted = -(-_ITEMS_PER_THREAD * self._team.threads // self._panels)
         pieces = max(-(-rows // MOST_ROWS), min(wanted, rows // _LEAST_TOKENS), 1)
@@ -83,7 +97,7 @@ class PackedLinear(PackedWeight):
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
             out.stride(0) << FEATURE_BITS | out.shape[1], WIDE if wide else self.gate_address, plan, int(gathers),
-            *more, self._tiles,
+            *more, self._tiles, *beside,
         )  # fmt: skip
         self._team.run(self._code, PRODUCT, arguments)
         return out

@@ -44,6 +44,8 @@ from headway.kernels.cpu.rows import REORDER, exp_of_negative
 from headway.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
+    call_address,
+    call_with,
     copy_element,
     larger,
     load,
@@ -64,6 +66,8 @@ MOST_FROM_NIBBLES = 8
 _GROUPED, _NEVER = -1, 1 << 62
 # A value in place of a gate's address. It says that there is no gate, and that results are float32.
 WIDE = 1
+# What stands first at the address of a product's adapters: code that makes A's products, and that finishes with B's.
+LOWER, RAISE = range(2)
 FEATURE_BITS = 32  # of the number of outputs; above them stands how far apart rows of outputs are
 
 
@@ -227,23 +231,33 @@ def finish_gated(out_kind, tokens, count, totals, scales, bias, out, stride, gat
 
 
 @compiled()
-def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
-    """A panel's sums of some tokens to its columns of out [rows, features], in the rows from `row` on.
+def finish(a, out_kind, size, tokens, totals, panel, row, scales, bias):
+    """A panel's sums of some tokens, scaled and with the bias, to its columns of out, in the rows from `row` on.
 
-    of_all is the panel's number among those of all experts; a number of out has `size` bytes, or 4 where it is WIDE.
+    A number of out [rows, features] has `size` bytes, or 4 where it is WIDE.
     """
-    scales, bias, out, gate = arg(a, 17), arg(a, 18), arg(a, 19), arg(a, 21)
+    out, gate = arg(a, 19), arg(a, 21)
     features, stride = arg(a, 20) & (1 << FEATURE_BITS) - 1, arg(a, 20) >> FEATURE_BITS
     is_wide = gate == WIDE
     each = PANEL // 2 if gate != 0 and not is_wide else PANEL
-    to, of_panel = out + (row * stride + panel * each) * (4 if is_wide else size), of_all * PANEL * 4
+    to = out + (row * stride + panel * each) * (4 if is_wide else size)
     count = min(each, features - panel * each)
     if is_wide:
-        finish_plain(FLOAT32, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(FLOAT32, tokens, count, totals, scales, bias, to, stride)
     elif gate != 0:
-        finish_gated(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride, gate)
+        finish_gated(out_kind, tokens, count, totals, scales, bias, to, stride, gate)
     else:
-        finish_plain(out_kind, tokens, count, totals, scales + of_panel, bias + of_panel, to, stride)
+        finish_plain(out_kind, tokens, count, totals, scales, bias, to, stride)
+
+
+@compiled()
+def _finish(a, out_kind, size, tokens, totals, panel, of_all, row):
+    """Do so with the panel's own scales, or leave it to adapters; of_all is its number among those of all experts."""
+    beside, of_panel = arg(a, 32), of_all * PANEL * 4
+    if beside != 0:
+        call_with(read_int64(beside, RAISE), a, tokens, totals, of_all, row)
+    else:
+        finish(a, out_kind, size, tokens, totals, panel, row, arg(a, 17) + of_panel, arg(a, 18) + of_panel)
 
 
 @compiled()
@@ -329,7 +343,7 @@ def _groups_on_vectors(a, kind, word_bytes, of_all, count, x, x_stride, totals):
     )  # fmt: skip
 
 
-PRODUCT = struct.Struct("32q")
+PRODUCT = struct.Struct("34q")
 
 
 @once_per_kind
@@ -337,9 +351,10 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     """x [tokens, inputs] of x_kind times packed weights of `kind`, to the same kind as x; or wide, to float32.
 
     Where they have groups, a word is a group of inputs, a step its bytes, and more arguments say where scales are. On
-    tiles are pieces of as many tokens and more as cpu_matrix's configurations say, whose address is the last argument:
+    tiles are pieces of as many tokens and more as cpu_matrix's configurations say, whose address is an argument:
     their rows are cut evenly into as few groups as there may be, all of one size, for which tiles are laid out. A plan
-    says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there.
+    says which rows of x go to which expert, whose panels follow each other; with `rows` they are made ready there. The
+    last two arguments are the address of adapters, or 0, and that of room for them; see cpu.adapters.
     """
     layout, is_grouped = arithmetic_of(kind), type(kind) in map(type, GROUPED)
     copied = BFLOAT16 if kind is WIDENED or kind is BFLOAT16 else FLOAT32
@@ -356,6 +371,8 @@ def product_job(x_kind: Any, kind: Any, on_tiles: bool = False) -> int:
     def product(a: int) -> None:
         threads, panels, tokens, block, plan = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 15), arg(a, 22)
         x, x_stride = arg(a, 4), arg(a, 5) * x_size
+        if arg(a, 32) != 0:
+            call_address(read_int64(arg(a, 32), LOWER), a)
         if arg(a, 8) != 0:
             _make_ready(a, x_kind, x_size, copied, is_integer, integer, largest, offset, split_kind)
             x, x_stride = arg(a, 8), arg(a, 10)

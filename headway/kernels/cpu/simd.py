@@ -225,6 +225,13 @@ def call_address(builder: Any, code: int64, argument: int64) -> None:
 
 
 @emitted
+def call_with(builder: Any, code: int64, a: int64, b: int64, c: int64, d: int64, e: int64) -> None:
+    """Call the code at an address with five int64."""
+    function = ir.FunctionType(ir.VoidType(), [I64] * 5).as_pointer()
+    builder.call(builder.inttoptr(code, function), [a, b, c, d, e])
+
+
+@emitted
 def pause(builder: Any) -> None:
     """Tell the processor that this is a loop that waits."""
     if IS_X86:

@@ -23,7 +23,7 @@ from headway.models.tensors import Shapes
 
 # The halves of a tensor that holds the gate rows of experts and then their up rows.
 _HALVES = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFCheckpoint:
@@ -78,7 +78,7 @@ class GGUFCheckpoint:
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """The mapped tensor, if it is plain, of this dtype and in the order of a Hugging Face checkpoint."""
         tensor = self._tensors[name]
-        if _PLAIN.get(tensor.kind) != dtype or self._heads(name):
+        if PLAIN.get(tensor.kind) != dtype or self._heads(name):
             return None
         with self._clock.measure("storage_read"):
             return self._plain(name)
@@ -90,7 +90,7 @@ class GGUFCheckpoint:
             ModelError: it is packed.
         """
         tensor = self._tensors[name]
-        if tensor.kind not in _PLAIN:
+        if tensor.kind not in PLAIN:
             raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")
         with self._clock.measure("convert"):
             plain = self._in_halves(name, self._plain(name)).view(out.shape)
@@ -110,7 +110,7 @@ class GGUFCheckpoint:
 
     def _plain(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        return self._bytes(name).view(_PLAIN[tensor.kind])
+        return self._bytes(name).view(PLAIN[tensor.kind])
 
     def _bytes(self, name: str) -> Tensor:
         """The tensor's rows as bytes, where they lie: [out, bytes of a row], or one row of a vector."""
@@ -129,11 +129,12 @@ class GGUFCheckpoint:
     def _in_halves(self, name: str, rows: Tensor) -> Tensor:
         """Rows of a head that llama.cpp turns as neighbours, with the first of all pairs before the second."""
         heads = self._heads(name)
-        if not heads:
-            return rows
-        if rows.dim() == 1:
-            return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
-        return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        return in_halves(rows, heads) if heads else rows
+
+
+def in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows [out, ...] of heads that have neighbours together, with the first of all pairs before the second."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _part(tensor: GGUFTensor, expert: int | None, half: int | None) -> GGUFTensor:
