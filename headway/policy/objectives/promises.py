@@ -354,7 +354,9 @@ def _give_up_in_turn(
         last = [each for each in kept if each[0] == rank]
         served: dict[str, float] = {}
         for *_, sequence in last:
-            served[sequence.tenant] = served.get(sequence.tenant, fair.served(sequence)) + fair.cost(sequence)
+            if sequence.tenant not in served:
+                served[sequence.tenant] = fair.served(sequence)
+            served[sequence.tenant] += fair.cost(sequence)
         most = max(served, key=lambda tenant: served[tenant])
         given.append(min(each for each in last if each[3].tenant == most))
         kept.remove(given[-1])
