@@ -36,7 +36,7 @@ class Tail:
         self._file, self._at, self._rest = os.open(path, os.O_RDONLY), 0, b""
 
     def records(self) -> Iterator[Traffic]:
-        """Records that have come since the last call."""
+        """The records that have come since the last call."""
         if os.fstat(self._file).st_size < self._at:
             self._at, self._rest = 0, b""
         while data := os.pread(self._file, _READ, self._at):

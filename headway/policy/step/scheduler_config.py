@@ -28,7 +28,7 @@ class StepLimits:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Limits that are not left as they are, by their names."""
+        """The limits that are not left as they are, by their names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
