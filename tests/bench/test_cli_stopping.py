@@ -48,7 +48,7 @@ def stop(run: Subprocess, number: signal.Signals) -> Ran:
     return ran
 
 
-@SIGNALS
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_in_the_middle_of_a_run(slow: ScriptedServer, tmp_path: Path, number: signal.Signals) -> None:
     """Answers are under way that take longer than the two seconds they get, others have ended."""
     report = tmp_path / "run.html"

@@ -70,9 +70,9 @@ class Model(NamedTuple):
     scope="module",
     params=[
         ("cpu", "none", "auto"),
-        ("cpu", "int8", "auto"),
-        ("cpu", "int4", "auto"),
-        ("cpu", "none", "int8"),
+        pytest.param(("cpu", "int8", "auto"), marks=pytest.mark.slow),
+        pytest.param(("cpu", "int4", "auto"), marks=pytest.mark.slow),
+        pytest.param(("cpu", "none", "int8"), marks=pytest.mark.slow),
         ("cpu", "none", "auto", "bfloat16"),
         pytest.param(
             ("cpu", "none", "auto", "bfloat16", "vectors"),

@@ -49,7 +49,10 @@ def planned(**settings: Any) -> Plan:
     return make_plan(PlanRequest(**{**LIGHT, **settings}))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, id=name, marks=pytest.mark.slow if name == "405B on eight" else ()) for name in CASES],
+)
 def plan(request: pytest.FixtureRequest) -> Plan:
     return planned(**CASES[request.param])
 

@@ -24,7 +24,7 @@ def test_nothing_gets_past_the_bound(limits: tuple[int, int], arrivals: list[tup
     bound = QueueBound(QueueLimits(*limits))
     there: list[tuple[int, int]] = []
     for now, (choices, tokens, leaves) in enumerate(arrivals):
-        refusal = bound.enter(choices, tokens)
+        refusal = Place(bound).take(choices, [tokens])
         fits = (
             sum(c for c, _ in there) + choices <= limits[0],
             sum(t for _, t in there) + tokens <= limits[1],
@@ -43,7 +43,7 @@ def test_nothing_gets_past_the_bound(limits: tuple[int, int], arrivals: list[tup
 
 def test_without_limits_everybody_comes_in() -> None:
     bound = QueueBound(QueueLimits())
-    assert bound.enter(10**9, 10**12) is None and not bound.is_full
+    assert Place(bound).take(10**9, [10**12]) is None and not bound.is_full
 
 
 def test_limits_suit_the_engine_unless_they_are_chosen() -> None:
@@ -54,15 +54,15 @@ def test_limits_suit_the_engine_unless_they_are_chosen() -> None:
 @pytest.mark.parametrize("seconds", [2, 100])
 def test_retry_after_is_as_long_as_the_excess_took_to_leave_of_late(seconds: int) -> None:
     bound = QueueBound(QueueLimits(1000, 10**6))
-    assert bound.enter(1000) is None
-    refusal = bound.enter(8)
+    assert Place(bound).take(1000) is None
+    refusal = Place(bound).take(8)
     assert refusal is not None and not refusal.is_final
     assert bound.retry_after_s(refusal, SECOND) == 1, "nothing has been measured"
     now = SECOND
     for _ in range(seconds * 4):  # four a second
         now += SECOND // 4
         bound.leave(now, choices=1)
-        assert bound.enter(1) is None
+        assert Place(bound).take(1) is None
     assert bound.retry_after_s(refusal, now) in (2, 3)
     assert bound.retry_after_s(refusal, now + 20 * SECOND) > 5, "nothing has left since"
     assert bound.retry_after_s(refusal, now + 3600 * SECOND) == MAX_RETRY_AFTER_S
@@ -70,12 +70,12 @@ def test_retry_after_is_as_long_as_the_excess_took_to_leave_of_late(seconds: int
 
 def test_tokens_have_a_rate_of_their_own() -> None:
     bound = QueueBound(QueueLimits(1000, 10_000))
-    assert bound.enter(1, 10_000) is None
-    refusal = bound.enter(1, 3_000)
+    assert Place(bound).take(1, [10_000]) is None
+    refusal = Place(bound).take(1, [3_000])
     assert refusal is not None and refusal.unit == "tokens"
     for second in range(1, 9):
         bound.leave(second * SECOND, choices=1, tokens=500)
-        assert bound.enter(1, 500) is None
+        assert Place(bound).take(1, [500]) is None
     assert bound.retry_after_s(refusal, 8 * SECOND) in (5, 6, 7)
 
 

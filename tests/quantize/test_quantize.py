@@ -36,6 +36,7 @@ CASES = [
     "mixtral", "qwen2_moe", "qwen3_moe_some_dense", "smollm3", "llama_wide_head", "gemma2", "olmo2", "deepseek_v2",
     "deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe",
 ]  # fmt: skip
+ONE_OF_A_KIND = ["llama", "mixtral", "deepseek_v3", "qwen3_next", "lfm2"]
 
 
 class Windows(Calibration):
@@ -55,8 +56,13 @@ def logits(folder: Path) -> Tensor:
     return torch.cat(whole(load_model(folder, torch.float32, kernels_for("cpu", torch.float32)), PROMPTS))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        *(("awq", case) for case in CASES),
+        *(pytest.param("gptq", case, marks=() if case in ONE_OF_A_KIND else pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_eight_bits_of_every_family_are_nearly_the_model(case: str, method: str, tmp_path: Path) -> None:
     """So scales are folded into all and only that which makes the inputs, and every matrix is in its place."""
     source, target, _ = quantized(case, tmp_path, "W8A16", method, None)

@@ -178,7 +178,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=pytest.mark.slow if name == "repeated repetitions" else ())
+        for name, fields in HOSTILE.items()
+    ],
+)
 def test_hostile_grammar_is_a_400(server: LiveServer, engine: FakeEngine, fields: dict[str, Any]) -> None:
     began = time.monotonic()
     refusal(ask(server, **fields))

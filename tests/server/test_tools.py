@@ -64,6 +64,16 @@ def served(start_server: StartServer, engine: FakeEngine) -> LiveServer:
     return start_server(template=ChatTemplate(TEMPLATE, {}), reasoning_parser="qwen3")
 
 
+@pytest.fixture(scope="module")
+def refusing(tokenizer: Tokenizer) -> Iterator[LiveServer]:
+    """A server like `served`, for all requests that are refused."""
+    engine = FakeEngine(tokenizer)
+    engine.max_model_len = 4096
+    server = LiveServer(engine, tokenizer, ChatTemplate(TEMPLATE, {}), reasoning_parser="qwen3").start()
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def asker(served: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -306,8 +316,8 @@ def _function(**fields: Any) -> list[Any]:
         ({"functions": [{"name": "f"}]}, "functions", "tools"),
     ],
 )
-def test_bad_tools_are_refused_by_field(served: LiveServer, fields: Any, param: str | None, said: str) -> None:
-    answer = served.post("/v1/chat/completions", messages=ASKED, **fields)
+def test_bad_tools_are_refused_by_field(refusing: LiveServer, fields: Any, param: str | None, said: str) -> None:
+    answer = refusing.post("/v1/chat/completions", messages=ASKED, **fields)
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"], error
     assert param is None or error["param"] == param
@@ -330,8 +340,8 @@ def called(arguments: Any) -> Any:
         ({"role": "assistant", "tool_calls": [called("[" * 40000)]}, "messages"),
     ],
 )
-def test_bad_calls_in_the_history_are_refused_by_field(served: LiveServer, message: Any, param: str) -> None:
-    answer = served.post("/v1/chat/completions", messages=[*ASKED, message])
+def test_bad_calls_in_the_history_are_refused_by_field(refusing: LiveServer, message: Any, param: str) -> None:
+    answer = refusing.post("/v1/chat/completions", messages=[*ASKED, message])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 

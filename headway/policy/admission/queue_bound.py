@@ -147,13 +147,6 @@ class QueueBound:
             return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens - spared), int(spared))
         return None
 
-    def enter(self, choices: int = 0, tokens: int = 0) -> Refusal | None:
-        """Count the units of a request, or say why they are too many and count nothing."""
-        refusal = self.refusal(choices, tokens)
-        if refusal is None:
-            self.count(choices, tokens)
-        return refusal
-
     def count(self, choices: int, tokens: int) -> None:
         """Count the units of a request that may come in."""
         self.choices += choices

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.server.live.test_live_engine import Live, folder  # noqa: F401
 from tests.server.live_server import eventually
@@ -22,6 +23,7 @@ def request(number: int) -> dict[str, Any]:
     return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
+@pytest.mark.slow
 def test_server_and_engine_killed_in_the_middle(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     options = ("--data-dir", str(tmp_path / "data"), "--max-num-seqs", "8")
     killed = Live(folder, *options)

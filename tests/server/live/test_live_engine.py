@@ -385,6 +385,7 @@ def test_who_waits_too_long_is_ended_and_a_terminated_server_finishes_its_stream
         server.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_replaced_and_a_server_with_one_ends(folder: Path) -> None:
     """Its request goes on where it stood; at the end nobody waits for an engine that does not answer."""
     live = Live(folder, "--engine-timeout", "0.5", "--shutdown-timeout", "0.5")
