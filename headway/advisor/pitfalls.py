@@ -402,8 +402,9 @@ def _machine(evidence: Evidence) -> Iterator[Finding]:
             said.append(f"{look.swapping:,.0f} pages a second were swapped during the probe")
         gain = Gain.share("TPOT", now, 0.5 if look.swapping else 0.1, 0.8)
         yield _finding(evidence, "swap", said, 0.9 if look.swapping else 0.5, gain)
-    if look.huge_pages == "never" and look.resident_bytes >= HUGE_MATTERS:
-        said = [f"{look.resident_bytes / GIB:.1f} GiB of memory are in pages of 4 kB: transparent huge pages are off"]
+    small_bytes = look.resident_bytes - (look.huge_bytes or 0)
+    if look.huge_pages == "never" and small_bytes >= HUGE_MATTERS:
+        said = [f"{small_bytes / GIB:.1f} GiB of memory are in pages of 4 kB: transparent huge pages are off"]
         yield _finding(evidence, "huge-pages", said, 0.6, Gain.share("TPOT", now, 0.05, 0.8))
     if look.frequency is not None and look.frequency < SLOW_CLOCK and look.cores_used >= BUSY:
         said = [f"under load the processors have {look.frequency:.0%} of their highest frequency ({look.governor})"]

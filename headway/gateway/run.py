@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from headway.server.edge.listening import Certificate, StartupError
 from headway.server.edge.serving import EdgeServer, url_of
 
 WATCH_EVERY_S = 1.0
-logger = logging.getLogger("headway.server")
 
 
 async def watch_file(gateway: Gateway, every_s: float = WATCH_EVERY_S) -> None:
