@@ -28,7 +28,7 @@ def test_both_servers_answer_the_same_requests() -> None:
 def test_real_traces_are_read(tmp_path: Path, case: str, prompts: list[int]) -> None:
     (tmp_path / "azure_conv_2023.csv").write_text(AZURE)
     (tmp_path / "mooncake_synthetic.jsonl").write_text(MOONCAKE)
-    whole = auto_tune.replace(auto_tune.CASES[f"{case}, good settings"], rate=1.0)
+    whole = auto_tune.replace(auto_tune.CASES[f"{case}, good settings"], rate=1.0, shorter=1)
     found = list(auto_tune.requests(whole, tmp_path, 2.5))
     assert [len(each.request.prompt_token_ids) for each in found] == prompts
     assert [each.at_ns // auto_tune.S for each in found] == [0, 1, 2]
