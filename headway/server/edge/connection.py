@@ -156,9 +156,11 @@ class Connection(HttpToolsProtocol):
         if not self._has_begun and self._answering is not None and self._answering.response_started:
             self._has_begun, self._head = True, data
             self.loop.call_soon(self._write_head)
-        else:
+        elif self._head:
             head, self._head = self._head, b""
             self.transport.write(head + data)
+        else:
+            self.transport.write(data)
 
     def _write_head(self) -> None:
         if self._head:
