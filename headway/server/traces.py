@@ -123,8 +123,7 @@ def _described(ended: Ended) -> Iterator[bytes]:
     if timings is not None:
         yield _number("headway.steps", timings.steps)
         yield _number("headway.preemptions", timings.preemptions)
-    name = ended.name.encode()
-    yield _before("gen_ai.response.id", bytes((0x0A, len(name))), len(name)) + name
+    yield _attribute("gen_ai.response.id", ended.name)
     if ended.ttft_ns is not None:
         yield _duration("headway.ttft_ns", ended.ttft_ns)
     if (tpot_ns := ended.stamps.tpot_ns(ended.tokens)) is not None:
@@ -162,13 +161,13 @@ def _common(
 def _duration(key: str, value: int) -> bytes:
     """An attribute whose value hardly comes twice."""
     encoded = _varint(value)
-    return _before(key, b"\x18", len(encoded)) + encoded
+    return _before(key, len(encoded)) + encoded
 
 
 @cache
-def _before(key: str, tag: bytes, size: int) -> bytes:
-    """What an attribute has before the last `size` bytes, which are its value."""
-    key_and_tag = _field(0x0A, key) + bytes((0x12, len(tag) + size)) + tag
+def _before(key: str, size: int) -> bytes:
+    """What an attribute has before the `size` bytes of its number."""
+    key_and_tag = _field(0x0A, key) + bytes((0x12, 1 + size, 0x18))
     return bytes((0x4A, len(key_and_tag) + size)) + key_and_tag
 
 

@@ -200,6 +200,7 @@ def test_spans_are_those_that_the_official_package_makes(collector: Collector) -
     params = SamplingParams(n=2, max_tokens=300, temperature=0.7)
     ended = traced(
         model=name,
+        name=name,
         timings=SequenceTimings(phases, 0, 129, 0),
         phases_ns=phases,
         params=params,
@@ -227,8 +228,8 @@ def test_spans_are_those_that_the_official_package_makes(collector: Collector) -
         status=Status(code=Status.STATUS_CODE_ERROR, message="late"),
     )
     texts = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "headway", "headway.service_class": "chat"}
-    texts |= dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model"), name)
-    texts |= {"gen_ai.response.id": "n", "headway.tenant": "default"}
+    texts |= dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model", "gen_ai.response.id"), name)
+    texts |= {"headway.tenant": "default"}
     numbers = {"gen_ai.request.max_tokens": 300, "gen_ai.request.choice.count": 2, "headway.choice.index": 1}
     numbers |= {"gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2, "headway.usage.cached_tokens": -1}
     numbers |= {"headway.steps": 129, "headway.preemptions": 0}
