@@ -142,10 +142,6 @@ def _build(
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
         hooks = _hooks(start, runner, scheduler, draft, adapters)
-    if config.record_traffic is not None:
-        from headway.engine.traffic import traffic_of
-
-        hooks.append(traffic_of(config, scheduler, str(device), shown))
     if config.limits is not None:
         scheduler.set_classes(config.classes, config.weights, config.limits)
     steps = None
@@ -395,6 +391,7 @@ def _hooks(
 ) -> list[StepHooks]:
     """What takes part in steps, as far as it is asked for. Raises EngineError or ValueError where it cannot be."""
     config, host, hooks = start.config, runner.host, list[StepHooks]()
+    shown = str(start.cache_dtype).removeprefix("torch.")
     if adapters is not None:
         from headway.engine.adapters import AdapterLoads
 
@@ -408,13 +405,16 @@ def _hooks(
     if config.role != "both" and host is not None:
         from headway.engine.handover import Handovers, layout_of
 
-        shown = str(start.cache_dtype).removeprefix("torch.")
         about = start.device.type, str(start.dtype), config.quantization, shown
         hooks.append(Handovers(config, scheduler, host, layout_of(config, start.folder, about, host)))
     if config.nvtx:
         from headway.engine.marks import StepMarks
 
         hooks.append(StepMarks())
+    if config.record_traffic is not None:
+        from headway.engine.traffic import traffic_of
+
+        hooks.append(traffic_of(config, scheduler, str(start.device), shown))
     return hooks
 
 

@@ -405,7 +405,7 @@ class OnlineTuner:
     def _roll_back(self, now: int, why: str) -> Move:
         trial = self.trial
         assert trial is not None
-        excess = sum(self._so_far(trial, now)) - trial.usual[0] * len(self._so_far(trial, now))
+        excess = sum([each - trial.usual[0] for each in self._so_far(trial, now)])
         self._harms.append((now, max(0.0, excess)))
         change, self.trial = trial.prediction.change.typed, None
         self._failed[change] = trial.load
