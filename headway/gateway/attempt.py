@@ -39,7 +39,7 @@ class Attempt:
 
     Args:
         learn: is told how long the first token of a stream took, in nanoseconds.
-        on_token: called once, when the first token has come.
+        on_token: called once, when the first token has come, and the client has it if it can.
         tokens: of the prompt, those that are computed there.
 
     Attributes:
@@ -53,7 +53,7 @@ class Attempt:
         ask: Ask,
         learn: Callable[[int], None] | None,
         edit: Edit,
-        on_token: Callable[[], None],
+        on_token: Callable[[Attempt], None],
         tokens: int,
     ) -> None:
         self.member = member
@@ -152,10 +152,9 @@ class Attempt:
 
     # --- what the connection calls ----------------------------------------------------------------------
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        found = dict(headers)
-        is_stream = status == 200 and found.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
-        self.head = Head(status, found, is_stream)
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        is_stream = status == 200 and headers.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+        self.head = Head(status, headers, is_stream)
 
     def on_piece(self, data: bytes) -> None:
         assert self.head is not None
@@ -172,9 +171,12 @@ class Attempt:
             self._write(b"".join(found))
             return self._fail(UpstreamFailed("malformed", str(error)))
         if found:
-            if self.events.pieces and not self.first_token_ns:
-                self._note_token()
+            is_first = self.events.pieces and not self.first_token_ns
+            if is_first:
+                self.first_token_ns = clock()
             self._write(b"".join(found))
+            if is_first:  # what is learnt of it has time until the client has it
+                self.ready.get_loop().call_soon(self._note_token)
 
     def on_end(self, failure: UpstreamFailed | None) -> None:
         if self.head is not None and self.head.is_stream:
@@ -197,11 +199,10 @@ class Attempt:
         await self.ready
 
     def _note_token(self) -> None:
-        now = self.first_token_ns = clock()
-        self._place.had_output(0, now)
+        self._place.had_output(0, self.first_token_ns)
         if self._learn is not None:
-            self._learn(now - self.sent_ns)
-        self._on_token()
+            self._learn(self.first_token_ns - self.sent_ns)
+        self._on_token(self)
 
     def _write(self, data: bytes) -> None:
         if not data:

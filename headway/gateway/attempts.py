@@ -46,7 +46,7 @@ class Attempts:
         before: Callable[[], None],
         request_to: Callable[[Member], bytes],
         edit: Edit,
-        on_token: Callable[[], None],
+        on_token: Callable[[Attempt], None],
         handover: Handover | None,
         prompt_to: Callable[[Member], bytes],
     ) -> None:
@@ -139,7 +139,7 @@ class Attempts:
         if member is None:
             return
         work = member.seen.sent(ask)
-        attempt = Attempt(member, ask, None, self._edit, lambda: None, ask.tokens)
+        attempt = Attempt(member, ask, None, self._edit, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
             await attempt.begin(self._prompt_to(member))

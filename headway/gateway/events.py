@@ -107,10 +107,8 @@ class EventReader:
         Raises:
             BrokenStream: after those before it, where one is malformed or too long.
         """
-        data = self._rest + data if self._rest else data
-        at = _end_of_last(data)
-        self._rest = data[at:]
-        for raw in _events(data[:at]):
+        events, self._rest = _split(self._rest + data if self._rest else data)
+        for raw in events:
             yield raw, self._read(raw)
         if len(self._rest) > MAX_EVENT:
             raise BrokenStream(f"an event has more than {MAX_EVENT:,} bytes")
@@ -150,12 +148,15 @@ class EventReader:
         if part.response is not None and part.response.id:
             self.response_id = part.response.id
         if part.choices:
-            self.pieces += any(choice.is_said for choice in part.choices)
-            self.finished += sum([choice.finish_reason is not None for choice in part.choices])
+            is_said = False
+            for choice in part.choices:
+                is_said = is_said or choice.is_said
+                self.finished += choice.finish_reason is not None
+            self.pieces += is_said
         elif part.type is not None:
             self.pieces += part.type.endswith("delta")
             self.ended = self.ended or part.type in _LAST
-        if is_error(part) or part.type in ("error", "response.failed"):
+        if (part.error is not ABSENT and is_error(part)) or part.type in ("error", "response.failed"):
             self.error = self.ended = True
 
 
@@ -164,20 +165,16 @@ def is_error(part: Part) -> bool:
     return bytes(part.error) != b"null"
 
 
-def _end_of_last(data: bytes) -> int:
-    """The end of the last event that is complete."""
-    if data.endswith(b"\n\n"):
-        return len(data)
-    found = [data.rfind(end) + len(end) for end in (b"\n\n", b"\r\n\r\n", b"\r\r") if end in data]
-    return max(found, default=0)
-
-
-def _events(data: bytes) -> list[bytes]:
-    """Complete events, each with the blank line at its end."""
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """Complete events, each with the blank line at its end, and what follows the last one."""
     if b"\r" not in data:
-        return [part + b"\n\n" for part in data.split(b"\n\n") if part]
-    end = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\r\r" if b"\r\r" in data else b"\n\n"
-    return [part + end for part in data.split(end) if part]
+        *found, rest = data.split(b"\n\n")
+        return [part + b"\n\n" for part in found if part], rest
+    ends = [end for end in (b"\r\n\r\n", b"\r\r", b"\n\n") if end in data]
+    if not ends:
+        return [], data
+    at = max([data.rfind(end) + len(end) for end in ends])
+    return [part + ends[0] for part in data[:at].split(ends[0]) if part], data[at:]
 
 
 def _data_lines(raw: bytes) -> list[bytes]:

@@ -14,6 +14,9 @@ import msgspec
 from headway.gateway.member import clock
 from headway.policy.step.ledger import Phase
 
+_PHASES = (Phase.RECEIVE, Phase.ROUTE, Phase.BACKEND, Phase.NETWORK, Phase.SEND)
+_RECEIVE, _ROUTE, _BACKEND, _NETWORK, _SEND = map(str, _PHASES)
+
 
 class Timings(msgspec.Struct):
     """What is read of a backend's `timings`."""
@@ -48,14 +51,13 @@ class Joined:
             came_ns: when its answer, or the part with the backend's account, had come.
         """
         until_ns = until_ns or clock()
-        found = {
-            str(Phase.RECEIVE): self.received_ns - self.arrived_ns,
-            str(Phase.ROUTE): sent_ns - self.received_ns - sum(self.before.values()),
-        }
+        found = {_RECEIVE: self.received_ns - self.arrived_ns, _ROUTE: sent_ns - self.received_ns}
+        if self.before:
+            found[_ROUTE] -= sum(self.before.values())
         for part in (self.before, hop(of_backend, came_ns - sent_ns)):
             for name, length in part.items():
                 found[name] = found.get(name, 0) + length
-        found[str(Phase.SEND)] = found.get(str(Phase.SEND), 0) + until_ns - came_ns
+        found[_SEND] = found.get(_SEND, 0) + until_ns - came_ns
         return {name: length for name, length in found.items() if length}
 
     def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int, first_ns: int = 0, replayed: int = 0) -> bytes:
@@ -87,8 +89,8 @@ def hop(told: Mapping[str, int], length_ns: int) -> dict[str, int]:
     """The phases of a hop that took so long, of which a backend has told these."""
     total = sum(told.values())
     if not told or total > length_ns or min(told.values()) < 0:
-        return {str(Phase.BACKEND): length_ns}
-    return {**told, str(Phase.NETWORK): told.get(str(Phase.NETWORK), 0) + length_ns - total}
+        return {_BACKEND: length_ns}
+    return {**told, _NETWORK: told.get(_NETWORK, 0) + length_ns - total}
 
 
 def phases_of_header(value: bytes) -> dict[str, int]:
@@ -107,4 +109,4 @@ def phases_of_header(value: bytes) -> dict[str, int]:
 def as_header(phases: Mapping[str, int]) -> str:
     """A Server-Timing header, in milliseconds."""
     lengths = [*phases.items(), ("total", sum(phases.values()))]
-    return ", ".join(f"{name};dur={length / 1e6:.3f}" for name, length in lengths)
+    return ", ".join([f"{name};dur={length / 1e6:.3f}" for name, length in lengths])

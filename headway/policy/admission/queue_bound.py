@@ -142,8 +142,10 @@ class QueueBound:
         if choices and self.choices + choices + kept.choices > self.limits.choices:
             limit = int(self.limits.choices) - kept.choices
             return Refusal(self, "choices", choices, self.choices, limit, kept.choices)
+        if not tokens or self.tokens + tokens + kept.tokens <= self.limits.tokens:
+            return None
         spared = min(kept.tokens, max(0, self.limits.tokens - tokens))  # the longest prompt can come in alone
-        if tokens and self.tokens + tokens + spared > self.limits.tokens:
+        if self.tokens + tokens + spared > self.limits.tokens:
             return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens - spared), int(spared))
         return None
 
@@ -208,7 +210,7 @@ class Place:
         kept: what it must leave to other classes in the bound on all.
     """
 
-    def __init__(self, *bounds: QueueBound, kept: Callable[[], Kept] = Kept) -> None:
+    def __init__(self, *bounds: QueueBound, kept: Callable[[], Kept] = lambda: NOTHING) -> None:
         self._bounds = bounds
         self._kept = kept
         self._choices = 0

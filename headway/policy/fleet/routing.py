@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from headway.policy.fleet.backend import Ask, Backend
 from headway.policy.objectives.service_class import ClassTable
@@ -203,7 +204,7 @@ class Router:
 
     scorers: Sequence[tuple[float, Scorer]]
 
-    @property
+    @cached_property
     def learns(self) -> bool:
         return any(scorer.learns for _, scorer in self.scorers)
 

@@ -35,8 +35,9 @@ EXPOSED_HEADERS = (
 # Headers that are known, but have no effect so far. llm-d's router sets them on all traffic, so a server that refused
 # them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
-# Keys of a request's scope: the names of its headers that were left aside, what its API key may do, and its id.
-IGNORED, ACCESS, REQUEST_ID = "headway.ignored_headers", "headway.access", "headway.request_id"
+# Keys of a request's scope: its headers by name, the names of those that were left aside, what its API key may do, and
+# its id.
+HEADERS, IGNORED, ACCESS, REQUEST_ID = "headway.headers", "headway.ignored", "headway.access", "headway.request_id"
 _OPEN = Access()
 logger = logging.getLogger("headway.server")
 
@@ -76,7 +77,7 @@ class Edge:
         pace = self._small if scope["path"] in OPEN_PATHS else self._pace
         if pace is not None:
             await pace.turn()
-        headers = dict(scope["headers"])
+        headers = scope[HEADERS] = dict(scope["headers"])
         id_ = scope[REQUEST_ID] = request_id(headers.get(b"x-request-id", b""))
         ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
 
@@ -105,7 +106,7 @@ class Edge:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer a request that has the key it needs; refuse others."""
         if ACCESS not in scope:  # a request from within the server brings it
-            given = _key_in(scope["headers"])
+            given = _key_in(scope[HEADERS])
             access, path = self._access_of(given), scope["path"]
             scope[ACCESS] = access
             if path == METRICS_PATH and self._metrics_keys:
@@ -138,11 +139,10 @@ def _known(authorization: bytes, digests: Iterable[bytes]) -> bytes:
     return matches[0] if matches and scheme.lower() == b"bearer" else b""
 
 
-def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
     """A request's key, as the value of the header authorization; clients of Anthropic's API send x-api-key."""
-    found = dict(headers)
-    other = found.get(b"x-api-key")
-    return found.get(b"authorization") or (b"Bearer " + other if other else b"")
+    other = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (b"Bearer " + other if other else b"")
 
 
 def _no_key(reason: str, scope: Scope) -> Response:

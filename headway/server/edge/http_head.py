@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Iterable
 
 import httptools
@@ -23,7 +23,7 @@ _TLS_HELLO = b"\x16\x03"
 def request_id(given: bytes) -> str:
     """A request's id: the one that the client gives, or a new one where that is none to repeat."""
     text = given.decode("latin-1")
-    return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else uuid.uuid4().hex
+    return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else os.urandom(16).hex()
 
 
 def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: bool = False) -> bytes:
