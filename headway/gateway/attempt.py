@@ -43,6 +43,7 @@ class Attempt:
         tokens: of the prompt, those that are computed there.
 
     Attributes:
+        edit: None where the client gets all as it is.
         ready: done when the first event of a stream is there, or all of another answer. Until then nothing has gone to
             the client, and the request may be tried elsewhere. Its exception is UpstreamFailed.
     """
@@ -52,7 +53,7 @@ class Attempt:
         member: Member,
         ask: Ask,
         learn: Callable[[int], None] | None,
-        edit: Edit,
+        edit: Edit | None,
         on_token: Callable[[Attempt], None],
         tokens: int,
     ) -> None:
@@ -65,9 +66,9 @@ class Attempt:
         self._failure: UpstreamFailed | None = None  # why, where it has failed
         self._when_done: Callable[[UpstreamFailed | None], None] | None = None
         self.sent_ns = self.first_token_ns = 0
-        self._edit, self._on_token, self._learn = edit, on_token, learn
+        self.edit, self._on_token, self._learn = edit, on_token, learn
         self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
-        self._place.take(ask.choices, [tokens])
+        self._place.count(ask.choices, [tokens])
         self._connection: Connection | None = None
         self._writer: EventWriter | None = None
         self._queued: list[bytes] = []
@@ -166,7 +167,7 @@ class Attempt:
         found: list[bytes] = []
         try:
             for raw, part in self.events.whole(data):
-                found.append(self._edit(raw, part, self))
+                found.append(raw if self.edit is None else self.edit(raw, part, self))
         except BrokenStream as error:
             self._write(b"".join(found))
             return self._fail(UpstreamFailed("malformed", str(error)))

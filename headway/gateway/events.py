@@ -18,7 +18,7 @@ _FIELDS = (b"data", b"event", b"id", b"retry")
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "message_stop")
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     """What a request has used, in the spellings of the APIs."""
 
     prompt_tokens: int = 0
@@ -38,14 +38,14 @@ class Usage(msgspec.Struct):
         return Usage(*[max(getattr(self, name), getattr(before, name)) for name in names])
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     content: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     reasoning_content: msgspec.Raw = ABSENT
     tool_calls: msgspec.Raw = ABSENT
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, gc=False):
     """A choice of an answer, or what is new of it."""
 
     finish_reason: str | None = None
@@ -62,7 +62,7 @@ class Choice(msgspec.Struct):
         return any(bytes(part) not in _NOTHING for part in said)
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, gc=False):
     """An answer, or a part of one, as far as the gateway looks at it."""
 
     id: str | None = None

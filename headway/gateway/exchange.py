@@ -209,6 +209,8 @@ class Exchange:
         headers.append((b"server-timing", timing.encode()))
         relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
         self._relay = relay if self._replay is not None else None
+        if not (self._hides_usage or self._body.include_timings or self._replay is not None):
+            attempt.edit = None
         return relay
 
     def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> bool:

@@ -149,11 +149,6 @@ class QueueBound:
             return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens - spared), int(spared))
         return None
 
-    def count(self, choices: int, tokens: int) -> None:
-        """Count the units of a request that may come in."""
-        self.choices += choices
-        self.tokens += tokens
-
     def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         """Note that choices have ended, and that prompts of so many tokens have their first output."""
         self.choices -= choices
@@ -210,7 +205,7 @@ class Place:
         kept: what it must leave to other classes in the bound on all.
     """
 
-    def __init__(self, *bounds: QueueBound, kept: Callable[[], Kept] = lambda: NOTHING) -> None:
+    def __init__(self, *bounds: QueueBound, kept: Callable[[], Kept] = Kept) -> None:
         self._bounds = bounds
         self._kept = kept
         self._choices = 0
@@ -225,11 +220,17 @@ class Place:
             if refusal is not None:
                 return refusal
             kept = NOTHING
+        self.count(choices, prompts)
+        return None
+
+    def count(self, choices: int, prompts: Sequence[int]) -> None:
+        """Take them however many there are."""
+        tokens = sum(prompts)
         for bound in self._bounds:
-            bound.count(choices, tokens)
+            bound.choices += choices
+            bound.tokens += tokens
         self._choices += choices
         self._prompts += prompts
-        return None
 
     def _give_back(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         for bound in self._bounds:

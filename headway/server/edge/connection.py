@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.edge.exchange import Exchange, Flow
 from headway.server.edge.http_head import (
@@ -84,9 +84,7 @@ class Connection(HttpToolsProtocol):
         self._has_framing = True  # its parser knows nothing but where its body ends
         self._finished_some = False  # the last byte of a request was among those that are parsed
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
-        self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
-        self._head = b""  # of an answer, until what follows it is there
-        self._has_begun = True  # the head of the answer that is being made was written
+        self._answering: Exchange | None = None  # the others wait in `pipeline`
         self._when_gone: Callable[[], None] | None = None  # wanted by whoever answers
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
@@ -109,7 +107,7 @@ class Connection(HttpToolsProtocol):
         for handle in (self._closing, self._asking):
             if handle is not None:
                 handle.cancel()
-        self._held = self._head = b""
+        self._held = b""
         super().connection_lost(exc)
         for cycle, _ in self.pipeline:
             cycle.disconnected = True
@@ -156,19 +154,8 @@ class Connection(HttpToolsProtocol):
     # --- what an exchange needs of its transport ------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send bytes of an answer. Its head goes with what follows at once, as each write takes a while."""
-        if not self._has_begun and self._answering is not None and self._answering.response_started:
-            self._has_begun, self._head = True, data
-            self.loop.call_soon(self._write_head)
-        elif self._head:
-            head, self._head = self._head, b""
-            self.transport.write(head + data)
-        else:
-            self.transport.write(data)
-
-    def _write_head(self) -> None:
-        if self._head:
-            self.write(b"")
+        """Send bytes of an answer."""
+        self.transport.write(data)
 
     def is_closing(self) -> bool:
         """Whether nothing more can be sent."""
@@ -179,7 +166,8 @@ class Connection(HttpToolsProtocol):
         the kernel, so they are read and dropped until it ends, for a while."""
         if self._closing is not None or self.transport.is_closing():
             return
-        self._write_head()
+        if self._answering is not None:
+            self._answering.write_head()
         if self._has_ended or not (self._is_incomplete or self._held or self._refusal is not None):
             return self.transport.close()
         self._reading.stop()
@@ -255,9 +243,6 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         began_ns = time.monotonic_ns()
-        # Bytes between requests end the keep-alive timeout without beginning a request.
-        if not self._reading.is_set and self.cycle.response_complete:
-            self._reading.set(self._read_timeout_s)
         self._finished_some = False
         try:
             self._feed(data)
@@ -270,6 +255,9 @@ class Connection(HttpToolsProtocol):
             self._fed += 0 if self._finished_some else len(data)
             if self._is_incomplete and self._fed > MAX_HEAD + 2 * self._body_bytes:
                 self._refuse(too_much(is_body=self._has_head))
+            elif not self._reading.is_set and (self.cycle is None or self.cycle.response_complete):
+                # Bytes between requests end the keep-alive timeout without beginning a request.
+                self._reading.set(self._read_timeout_s)
         if time.monotonic_ns() - began_ns > SLICE_NS:
             self._pace.fill()
 
@@ -335,7 +323,8 @@ class Connection(HttpToolsProtocol):
         if not self._has_framing:
             return
         super().on_url(url)
-        if len(self.url) > MAX_TARGET:
+        self._head_bytes = len(self.url)
+        if self._head_bytes > MAX_TARGET:
             raise too_long()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -343,13 +332,10 @@ class Connection(HttpToolsProtocol):
             return
         self._num_headers += 1
         self._head_bytes += len(name) + len(value) + 4
-        if self._num_headers > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD:
+        if self._num_headers > MAX_HEADERS or self._head_bytes > MAX_HEAD:
             raise too_much(is_body=self._has_head)
         if not self._has_head:  # trailers behind the body are no part of what was asked
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if not self._has_framing:
@@ -359,7 +345,7 @@ class Connection(HttpToolsProtocol):
         method, version = self.parser.get_method(), self.parser.get_http_version()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["method"], scope["http_version"] = method.decode("ascii"), version
-        check_head(method, version, self.headers)
+        self.expect_100_continue = check_head(method, version, self.headers)
         try:
             target = httptools.parse_url(self.url)
         except httptools.HttpParserInvalidURLError:
@@ -368,8 +354,7 @@ class Connection(HttpToolsProtocol):
         path = raw_path.decode("ascii")
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
         scope["raw_path"], scope["query_string"] = raw_path, target.query or b""
-        is_plain = version == "1.1" and not self.expect_100_continue
-        self.cycle = (RequestResponseCycle if is_plain else Exchange)(
+        self.cycle = Exchange(
             scope=scope,  # type: ignore[arg-type]
             transport=self,  # type: ignore[arg-type]
             flow=self.flow,
@@ -403,8 +388,8 @@ class Connection(HttpToolsProtocol):
 
     # --- answers --------------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering, self._has_begun = cycle, False
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -428,7 +413,7 @@ class Connection(HttpToolsProtocol):
         cycle = self._answering
         if self.flow.write_paused or cycle is None or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _call_when_gone(self, callback: Callable[[], None]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headway.config_files.tenants import Access, key_digest
 from headway.server.edge.connection import ARRIVED
@@ -69,6 +72,8 @@ class Edge:
         self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
         self._admin_keys = [key_digest(key.encode()) for key in admin_keys]
         self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
+        self._forwarded: Any = ProxyHeadersMiddleware(self._enter, trusted)  # type: ignore[arg-type]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,8 +100,9 @@ class Edge:
                 message["headers"] = answer
             await send(message)
 
+        is_forwarded = b"x-forwarded-for" in headers or b"x-forwarded-proto" in headers
         try:
-            await self._enter(scope, receive, send_with_id)
+            await (self._forwarded if is_forwarded else self._enter)(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise
