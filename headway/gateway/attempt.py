@@ -38,7 +38,8 @@ class Attempt:
     """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
 
     Args:
-        learn: is told how long the first token of a stream took, in nanoseconds.
+        when_sent: called once when the request is on its way. What it returns is told how long the first token of a
+            stream took, in nanoseconds.
         on_token: called once, when the first token has come, and the client has it if it can.
         tokens: of the prompt, those that are computed there.
 
@@ -52,7 +53,7 @@ class Attempt:
         self,
         member: Member,
         ask: Ask,
-        learn: Callable[[int], None] | None,
+        when_sent: Callable[[], Callable[[int], None]] | None,
         edit: Edit | None,
         on_token: Callable[[Attempt], None],
         tokens: int,
@@ -66,7 +67,8 @@ class Attempt:
         self._failure: UpstreamFailed | None = None  # why, where it has failed
         self._when_done: Callable[[UpstreamFailed | None], None] | None = None
         self.sent_ns = self.first_token_ns = 0
-        self.edit, self._on_token, self._learn = edit, on_token, learn
+        self.edit, self._on_token, self._when_sent = edit, on_token, when_sent
+        self._learn: Callable[[int], None] | None = None
         self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
         self._place.count(ask.choices, [tokens])
         self._connection: Connection | None = None
@@ -85,16 +87,27 @@ class Attempt:
         """Send the request and wait until `ready`. A connection that had been idle may be found closed: then a new one
         is made. Raises UpstreamFailed.
         """
-        kept = self.member.pool.idle()
-        try:
-            return await self._ask(kept, request)
-        except UpstreamFailed as error:
-            if kept is None or not error.is_unheard:
-                raise
-        self.member.outcomes["resent"] += 1
-        self.ready = self.ready.get_loop().create_future()
-        self._is_done, self._failure, self._connection = False, None, None
-        await self._ask(None, request)
+        pool = self.member.pool
+        kept = connection = pool.idle()
+        while True:
+            if connection is None:
+                self._note_sent()  # others are routed meanwhile
+                connection = await pool.connect()
+            if self._given_up is not None:
+                connection.drop()
+                raise self._given_up
+            self._connection, self.sent_ns = connection, self.sent_ns or clock()
+            connection.ask(request, self, pool.timeouts.first_byte_s)
+            self._note_sent()
+            try:
+                return await self.ready
+            except UpstreamFailed as error:
+                if kept is None or not error.is_unheard:
+                    raise
+            self.member.outcomes["resent"] += 1
+            self.ready = self.ready.get_loop().create_future()
+            self._is_done, self._failure, self._connection = False, None, None
+            kept = connection = None
 
     @property
     def is_busy(self) -> bool:
@@ -189,15 +202,9 @@ class Attempt:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    async def _ask(self, kept: Connection | None, request: bytes) -> None:
-        pool = self.member.pool
-        connection = await pool.connect() if kept is None else kept
-        if self._given_up is not None:
-            connection.drop()
-            raise self._given_up
-        self._connection, self.sent_ns = connection, self.sent_ns or clock()
-        connection.ask(request, self, pool.timeouts.first_byte_s)
-        await self.ready
+    def _note_sent(self) -> None:
+        if self._when_sent is not None:
+            self._learn, self._when_sent = self._when_sent(), None
 
     def _note_token(self) -> None:
         self._place.had_output(0, self.first_token_ns)

@@ -132,9 +132,12 @@ class Exchange:
                 1,
             )
 
-    def _request_to(self, member: Member) -> bytes:
+    def _request_to(self, attempt: Attempt) -> bytes:
+        member = attempt.member
         can_replay = self._gateway.file.continue_streams and member.entry.kind == "headway"
         self._replay = Replay.of(self._api, self._path, self._body, self._raw) if can_replay else None
+        if not (self._hides_usage or self._body.include_timings or self._replay is not None):
+            attempt.edit = None
         body = self._raw if self._replay is None else self._replay.request
         if self._handover is not None and member.entry.role == DECODE:
             self._joined.before, body = self._handover.phases, self._handover.request(body)
@@ -204,13 +207,10 @@ class Exchange:
         return body, as_header(joined.phases(phases, attempt.sent_ns, ended_ns))
 
     def _streamed(self, attempt: Attempt, head: Head) -> Relay:
-        timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
         headers = [pair for pair in self._headers(attempt, head) if pair[0] != b"content-type"]
-        headers.append((b"server-timing", timing.encode()))
+        headers.append((b"server-timing", self._joined.so_far(attempt.sent_ns).encode()))
         relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
         self._relay = relay if self._replay is not None else None
-        if not (self._hides_usage or self._body.include_timings or self._replay is not None):
-            attempt.edit = None
         return relay
 
     def _finish(self, writer: EventWriter, failure: UpstreamFailed | None) -> bool:

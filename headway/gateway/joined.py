@@ -60,6 +60,15 @@ class Joined:
         found[_SEND] = found.get(_SEND, 0) + until_ns - came_ns
         return {name: length for name, length in found.items() if length}
 
+    def so_far(self, sent_ns: int) -> str:
+        """The phases when a stream begins, as a header."""
+        now = clock()
+        if self.before:
+            return as_header(self.phases({}, sent_ns, now, now))
+        receive, route, backend = self.received_ns - self.arrived_ns, sent_ns - self.received_ns, now - sent_ns
+        own = f"{_RECEIVE};dur={receive / 1e6:.3f}, {_ROUTE};dur={route / 1e6:.3f}, {_BACKEND};dur={backend / 1e6:.3f}"
+        return f"{own}, total;dur={(now - self.arrived_ns) / 1e6:.3f}"
+
     def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int, first_ns: int = 0, replayed: int = 0) -> bytes:
         """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger.
 

@@ -94,7 +94,10 @@ class Prefixes:
 
     def found(self, blocks: Sequence[int]) -> int:
         """How many of a prompt's first blocks are there."""
-        return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+        for at, block in enumerate(blocks):
+            if block not in self._blocks:
+                return at
+        return len(blocks)
 
     def add(self, blocks: Sequence[int]) -> None:
         """Note the blocks of a prompt. The last ones are the first to be forgotten."""

@@ -99,10 +99,11 @@ class PrefixHits(Scorer):
     learns = True
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        mean = sum([each.crowd for each in backends]) / len(backends)
-        most = MOST_OF_MEAN * mean
+        crowds = [each.crowd for each in backends]
+        most = MOST_OF_MEAN * (sum(crowds) / len(backends))
         return [
-            each.cached_share(ask) if each.crowd <= max(UNPRESSED / each.weight, most) else 0.0 for each in backends
+            each.cached_share(ask) if crowd <= most or crowd <= UNPRESSED / each.weight else 0.0
+            for each, crowd in zip(backends, crowds, strict=True)
         ]
 
 

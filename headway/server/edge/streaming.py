@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headway.server.edge.settings import EdgeSettings
-from headway.server.edge.timer import Timer
 from headway.server.errors import ApiError, ClientGone, internal
 
 T = TypeVar("T")
@@ -103,6 +102,7 @@ class EventWriter:
         self._when_sent: list[Callable[[int], None]] = []
         self._closed = False
         self._is_slow = False
+        self._watching: asyncio.Handle
         self._wake, self._drained = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.overflow: asyncio.Future[None] = self._loop.create_future()
@@ -158,19 +158,16 @@ class EventWriter:
         """
         writing = asyncio.current_task()
         assert writing is not None
-        timer = Timer(self._loop, lambda: self._on_slow(writing))
         try:
-            while not await self._write_pending(timer):
+            while not await self._write_pending(writing):
                 self._wake.clear()
                 await self._wake.wait()
         except asyncio.CancelledError:
             if not self._is_slow or writing.uncancel():
                 raise
             raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
-        finally:
-            timer.end()
 
-    async def _write_pending(self, timer: Timer) -> bool:
+    async def _write_pending(self, writing: asyncio.Task[Any]) -> bool:
         """Send all that waits. Returns whether the answer has ended with it."""
         has_ended = False
         while (self._pending or self._closed) and not has_ended:
@@ -178,9 +175,11 @@ class EventWriter:
             self._pending.clear()
             self.waiting_bytes = 0
             callbacks, self._when_sent = self._when_sent, []
-            timer.set(self._timeout_s)
-            await self._write(data, more=not has_ended)
-            timer.stop()
+            self._watching = self._loop.call_soon(self._watch, writing)
+            try:
+                await self._write(data, more=not has_ended)
+            finally:
+                self._watching.cancel()
             _tell_sent(callbacks)
         self.is_drained = True
         self._drained.set()
@@ -192,7 +191,11 @@ class EventWriter:
             await self._send(head)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def _on_slow(self, writing: asyncio.Task[None]) -> None:
+    def _watch(self, writing: asyncio.Task[Any]) -> None:
+        """Give a write that is not done in its turn of the loop so much time; most are."""
+        self._watching = self._loop.call_later(self._timeout_s, self._on_slow, writing)
+
+    def _on_slow(self, writing: asyncio.Task[Any]) -> None:
         self._is_slow = True
         writing.cancel()
 
