@@ -62,7 +62,7 @@ class Attempt:
         self.head: Head | None = None
         self.body = bytearray()
         self.events = EventReader()
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = member.pool.loop.create_future()
         self._is_done = False  # nothing more will come
         self._failure: UpstreamFailed | None = None  # why, where it has failed
         self._when_done: Callable[[UpstreamFailed | None], None] | None = None

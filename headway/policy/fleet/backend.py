@@ -62,7 +62,8 @@ class Ask:
         return self._blocks
 
     def _hashed(self) -> list[int]:
-        size, chain, found = BLOCK_TOKENS * self.token_length, zlib.crc32(self.salt.encode()), list[int]()
+        size, chain = BLOCK_TOKENS * self.token_length, zlib.crc32(self.salt.encode())
+        found: list[int] = []
         for at in range(0, min(len(self.content), size * MOST_BLOCKS), size):
             chain = hash((chain, _key(self.content[at : at + size])))
             found.append(chain)

@@ -53,7 +53,7 @@ class Exchange(RequestResponseCycle):
         else:
             self.response_started = True
             self._head = self._written(message["status"], [*self.default_headers, *message.get("headers", ())])
-            asyncio.get_running_loop().call_soon(self.write_head)
+            self.transport.loop.call_soon(self.write_head)  # type: ignore[attr-defined]
 
     def write_head(self) -> None:
         """Write the head, if it still waits for what follows."""
@@ -72,7 +72,7 @@ class Exchange(RequestResponseCycle):
         named, lines = dict(headers), [b": ".join(header) for header in headers]
         if b"".join(lines).translate(None, _ALLOWED):
             raise RuntimeError("a header of an answer has a character that is not allowed")
-        if b"close" in named.get(b"connection", b"").lower():
+        if named.get(b"connection", b"").lower().find(b"close") >= 0:
             self.keep_alive = False
         elif not self.keep_alive:
             lines.append(b"connection: close")

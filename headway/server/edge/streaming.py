@@ -156,7 +156,7 @@ class EventWriter:
         Raises:
             SlowReader: a write waited longer than the timeout.
         """
-        writing = asyncio.current_task()
+        writing = asyncio.current_task(self._loop)
         assert writing is not None
         try:
             while not await self._write_pending(writing):
