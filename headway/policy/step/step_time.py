@@ -93,8 +93,7 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
-        x, p = work.features(), self._covariance
-        px: list[float] = []
+        x, p, px = work.features(), self._covariance, list[float]()
         growth = [_GROWTH if value else 1.0 for value in x]
         for row, own in zip(p, growth, strict=True):
             for j, other in enumerate(growth):
