@@ -50,7 +50,7 @@ class Admin:
         raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
 
     async def _add(self, request: Request) -> Response:
-        async with self._gateway.bodies.received(request) as received:
+        with await self._gateway.bodies.received(request) as received:
             try:
                 wanted = msgspec.json.decode(received, type=_NewKey)
             except (msgspec.MsgspecError, RecursionError) as error:

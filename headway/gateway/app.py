@@ -22,7 +22,7 @@ from headway.gateway.metrics import CONTENT_TYPE
 from headway.gateway.relay import Relay
 from headway.gateway.stored import IS_ID, STORED, model_of_upload
 from headway.server.classes import TTFT_HEADER, Terms, objective, terms_of
-from headway.server.edge.edge import ACCESS, ADMIN_PATH, IGNORED, Edge, cross_origin
+from headway.server.edge.edge import ACCESS, ADMIN_PATH, HEADERS, IGNORED, Edge, cross_origin
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.edge.streaming import WHEN_GONE
@@ -93,7 +93,7 @@ class Application:
             gateway.admission.refuse_if_full()
             if gateway.quotas is not None:
                 gateway.quotas.refuse_if_over(access.tenant)
-        async with gateway.bodies.received(request) as received:
+        with await gateway.bodies.received(request) as received:
             raw = bytes(received)
             body = Body(model=model_of_upload(raw)) if api.stores == "files" else body_of(received)
         home = await self._home_of(body, api, access.tenant) if api.stores else None
@@ -131,7 +131,7 @@ class Application:
         if home is None:
             raise gateway.homes.not_found(kind, object_id)
         api = Api(is_work=False, stores=kind, is_json=not path.endswith("/content"))
-        async with gateway.bodies.received(request) as received:
+        with await gateway.bodies.received(request) as received:
             raw = bytes(received)
         terms = Terms(gateway.classes.table.default_class, tenant=tenant)
         return await self._run(request, Exchange(gateway, request, path, api, Body(), raw, terms, self._end, home), api)
@@ -161,7 +161,9 @@ class Application:
         gateway, scope = self._gateway, request.scope
         if gateway.has_files:
             return terms_of(gateway.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
-        ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
+        ttft_ms = math.inf
+        if TTFT_HEADER.encode() in scope[HEADERS]:
+            ttft_ms = objective(request.headers, TTFT_HEADER, math.inf, scope[IGNORED])
         return Terms(gateway.classes.table.default_class, ttft_ms=ttft_ms, tenant=scope[ACCESS].tenant)
 
     # --- what the gateway says itself ---------------------------------------------------------------------

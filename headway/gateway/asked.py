@@ -95,14 +95,14 @@ def with_usage(raw: bytes | bytearray) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def ask_of(body: Body, headers: Mapping[str, str], service_class: str, ttft_ms: float) -> Ask:
+def ask_of(body: Body, headers: Mapping[bytes, bytes], service_class: str, ttft_ms: float) -> Ask:
     """What routers see of a request.
 
     Args:
         headers: may name the session.
         ttft_ms: milliseconds that are left until its first token is due.
     """
-    session = headers.get("x-session-id") or body.prompt_cache_key or ""
+    session = headers.get(b"x-session-id", b"").decode("latin-1") or body.prompt_cache_key or ""
     salt = f"{body.model or ''}\0{body.cache_salt or ''}"
     return Ask(body.content, BYTES_A_TOKEN, salt, service_class, session[:256], ttft_ms, body.choices)
 

@@ -38,11 +38,13 @@ class Attempt:
     """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
 
     Args:
-        learn: is told how long the first token of a stream took, in nanoseconds.
-        on_token: called once, when the first token has come.
+        when_sent: called once when the request is on its way. What it returns is told how long the first token of a
+            stream took, in nanoseconds.
+        on_token: called once, when the first token has come, and the client has it if it can.
         tokens: of the prompt, those that are computed there.
 
     Attributes:
+        edit: None where the client gets all as it is.
         ready: done when the first event of a stream is there, or all of another answer. Until then nothing has gone to
             the client, and the request may be tried elsewhere. Its exception is UpstreamFailed.
     """
@@ -51,23 +53,24 @@ class Attempt:
         self,
         member: Member,
         ask: Ask,
-        learn: Callable[[int], None] | None,
-        edit: Edit,
-        on_token: Callable[[], None],
+        when_sent: Callable[[], Callable[[int], None]] | None,
+        edit: Edit | None,
+        on_token: Callable[[Attempt], None],
         tokens: int,
     ) -> None:
         self.member = member
         self.head: Head | None = None
         self.body = bytearray()
         self.events = EventReader()
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = member.pool.loop.create_future()
         self._is_done = False  # nothing more will come
         self._failure: UpstreamFailed | None = None  # why, where it has failed
         self._when_done: Callable[[UpstreamFailed | None], None] | None = None
         self.sent_ns = self.first_token_ns = 0
-        self._edit, self._on_token, self._learn = edit, on_token, learn
+        self.edit, self._on_token, self._when_sent = edit, on_token, when_sent
+        self._learn: Callable[[int], None] | None = None
         self._place = Place(member.seen.queues.of_all, member.seen.queues.of_class[ask.service_class])
-        self._place.take(ask.choices, [tokens])
+        self._place.count(ask.choices, [tokens])
         self._connection: Connection | None = None
         self._writer: EventWriter | None = None
         self._queued: list[bytes] = []
@@ -84,16 +87,27 @@ class Attempt:
         """Send the request and wait until `ready`. A connection that had been idle may be found closed: then a new one
         is made. Raises UpstreamFailed.
         """
-        kept = self.member.pool.idle()
-        try:
-            return await self._ask(kept, request)
-        except UpstreamFailed as error:
-            if kept is None or not error.is_unheard:
-                raise
-        self.member.outcomes["resent"] += 1
-        self.ready = self.ready.get_loop().create_future()
-        self._is_done, self._failure, self._connection = False, None, None
-        await self._ask(None, request)
+        pool = self.member.pool
+        kept = connection = pool.idle()
+        while True:
+            if connection is None:
+                self._note_sent()  # others are routed meanwhile
+                connection = await pool.connect()
+            if self._given_up is not None:
+                connection.drop()
+                raise self._given_up
+            self._connection, self.sent_ns = connection, self.sent_ns or clock()
+            connection.ask(request, self, pool.timeouts.first_byte_s)
+            self._note_sent()
+            try:
+                return await self.ready
+            except UpstreamFailed as error:
+                if kept is None or not error.is_unheard:
+                    raise
+            self.member.outcomes["resent"] += 1
+            self.ready = self.ready.get_loop().create_future()
+            self._is_done, self._failure, self._connection = False, None, None
+            kept = connection = None
 
     @property
     def is_busy(self) -> bool:
@@ -152,10 +166,9 @@ class Attempt:
 
     # --- what the connection calls ----------------------------------------------------------------------
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        found = dict(headers)
-        is_stream = status == 200 and found.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
-        self.head = Head(status, found, is_stream)
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        is_stream = status == 200 and headers.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+        self.head = Head(status, headers, is_stream)
 
     def on_piece(self, data: bytes) -> None:
         assert self.head is not None
@@ -167,14 +180,17 @@ class Attempt:
         found: list[bytes] = []
         try:
             for raw, part in self.events.whole(data):
-                found.append(self._edit(raw, part, self))
+                found.append(raw if self.edit is None else self.edit(raw, part, self))
         except BrokenStream as error:
             self._write(b"".join(found))
             return self._fail(UpstreamFailed("malformed", str(error)))
         if found:
-            if self.events.pieces and not self.first_token_ns:
-                self._note_token()
+            is_first = self.events.pieces and not self.first_token_ns
+            if is_first:
+                self.first_token_ns = clock()
             self._write(b"".join(found))
+            if is_first:  # what is learnt of it has time until the client has it
+                self.ready.get_loop().call_soon(self._note_token)
 
     def on_end(self, failure: UpstreamFailed | None) -> None:
         if self.head is not None and self.head.is_stream:
@@ -186,22 +202,15 @@ class Attempt:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    async def _ask(self, kept: Connection | None, request: bytes) -> None:
-        pool = self.member.pool
-        connection = await pool.connect() if kept is None else kept
-        if self._given_up is not None:
-            connection.drop()
-            raise self._given_up
-        self._connection, self.sent_ns = connection, self.sent_ns or clock()
-        connection.ask(request, self, pool.timeouts.first_byte_s)
-        await self.ready
+    def _note_sent(self) -> None:
+        if self._when_sent is not None:
+            self._learn, self._when_sent = self._when_sent(), None
 
     def _note_token(self) -> None:
-        now = self.first_token_ns = clock()
-        self._place.had_output(0, now)
+        self._place.had_output(0, self.first_token_ns)
         if self._learn is not None:
-            self._learn(now - self.sent_ns)
-        self._on_token()
+            self._learn(self.first_token_ns - self.sent_ns)
+        self._on_token(self)
 
     def _write(self, data: bytes) -> None:
         if not data:

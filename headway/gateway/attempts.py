@@ -14,7 +14,7 @@ from headway.gateway.handover import Handover
 from headway.gateway.member import Member, clock
 from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
-from headway.policy.fleet.backend import Ask
+from headway.policy.fleet.backend import Ask, Backend
 from headway.server.errors import ApiError, ClientGone
 
 # Failures of a backend that works on nothing: what is sent elsewhere then is no further load, and costs no retry.
@@ -27,7 +27,7 @@ class Attempts:
     Args:
         is_work: it uses the model: what comes of it teaches how long backends take, and it may be asked of two.
         before: is called before each; may raise ApiError.
-        request_to: the bytes that a backend is sent.
+        request_to: the bytes that an attempt sends.
         edit, on_token: see Attempt.
         handover: of the prompt, which another backend may compute; None where that is not possible.
         prompt_to: the bytes that that backend is sent.
@@ -44,9 +44,9 @@ class Attempts:
         ask: Ask,
         is_work: bool,
         before: Callable[[], None],
-        request_to: Callable[[Member], bytes],
+        request_to: Callable[[Attempt], bytes],
         edit: Edit,
-        on_token: Callable[[], None],
+        on_token: Callable[[Attempt], None],
         handover: Handover | None,
         prompt_to: Callable[[Member], bytes],
     ) -> None:
@@ -139,7 +139,7 @@ class Attempts:
         if member is None:
             return
         work = member.seen.sent(ask)
-        attempt = Attempt(member, ask, None, self._edit, lambda: None, ask.tokens)
+        attempt = Attempt(member, ask, None, self._edit, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
             await attempt.begin(self._prompt_to(member))
@@ -160,13 +160,10 @@ class Attempts:
 
     def _begin(self, member: Member, edit: Edit | None = None) -> Attempt:
         learns, ask, seen = self._is_work and self._gateway.router.learns and edit is None, self._ask, member.seen
-        learn, tokens = None, ask.tokens
+        when_sent, tokens = partial(_learning, seen, ask) if learns else None, ask.tokens
         if self._handover is not None and self._handover.is_kept and member.entry.role == DECODE:
-            seen.prefixes.add(ask.blocks)
-            learn, tokens = seen.received, 0
-        elif learns:
-            learn = partial(seen.answered, seen.sent(ask))
-        attempt = self.last = Attempt(member, ask, learn, edit or self._edit, self._on_token, tokens)
+            when_sent, tokens = partial(_receiving, seen, ask), 0
+        attempt = self.last = Attempt(member, ask, when_sent, edit or self._edit, self._on_token, tokens)
         self._under_way.append(attempt)
         self._tried.add(member)
         return attempt
@@ -233,14 +230,14 @@ class Attempts:
         """
         after_s = self._gateway.file.hedge_after_ms / 1000
         if not (after_s and self._is_work):
-            await attempt.begin(self._request_to(attempt.member))
+            await attempt.begin(self._request_to(attempt))
             return attempt
-        begun = {asyncio.create_task(attempt.begin(self._request_to(attempt.member))): attempt}
+        begun = {asyncio.create_task(attempt.begin(self._request_to(attempt))): attempt}
         try:
             done, _ = await asyncio.wait(begun, timeout=after_s)
             if not done and self._may_hedge():
                 other = self._begin(self._route())
-                begun[asyncio.create_task(other.begin(self._request_to(other.member)))] = other
+                begun[asyncio.create_task(other.begin(self._request_to(other)))] = other
                 self._gateway.metrics.retried("slow")
             return await self._winner(begun)
         finally:
@@ -274,3 +271,14 @@ class Attempts:
         if self.is_gone or self.aborted is not None:
             return False
         return gateway.has_other(self._ask, self._serving, self._tried) and gateway.hedges.spend()
+
+
+def _learning(seen: Backend, ask: Ask) -> Callable[[int], None]:
+    """Note a prompt that a backend computes. What is returned learns how long its first token took."""
+    return partial(seen.answered, seen.sent(ask))
+
+
+def _receiving(seen: Backend, ask: Ask) -> Callable[[int], None]:
+    """The same of a prompt that another one has computed."""
+    seen.prefixes.add(ask.blocks)
+    return seen.received

@@ -13,12 +13,13 @@ import msgspec
 MAX_EVENT = 2**20  # bytes of one event
 ABSENT = msgspec.Raw(b"null")
 _NOTHING = (b"null", b'""', b"[]")
+_CR = 13  # the byte: a number is looked for at once, other bytes by way of an error inside of Python
 _FIELDS = (b"data", b"event", b"id", b"retry")
 # Types of the last event in the Responses API and in Anthropic's.
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "message_stop")
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     """What a request has used, in the spellings of the APIs."""
 
     prompt_tokens: int = 0
@@ -38,14 +39,14 @@ class Usage(msgspec.Struct):
         return Usage(*[max(getattr(self, name), getattr(before, name)) for name in names])
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     content: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     reasoning_content: msgspec.Raw = ABSENT
     tool_calls: msgspec.Raw = ABSENT
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, gc=False):
     """A choice of an answer, or what is new of it."""
 
     finish_reason: str | None = None
@@ -62,7 +63,7 @@ class Choice(msgspec.Struct):
         return any(bytes(part) not in _NOTHING for part in said)
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, gc=False):
     """An answer, or a part of one, as far as the gateway looks at it."""
 
     id: str | None = None
@@ -107,10 +108,8 @@ class EventReader:
         Raises:
             BrokenStream: after those before it, where one is malformed or too long.
         """
-        data = self._rest + data if self._rest else data
-        at = _end_of_last(data)
-        self._rest = data[at:]
-        for raw in _events(data[:at]):
+        events, self._rest = _split(self._rest + data if self._rest else data)
+        for raw in events:
             yield raw, self._read(raw)
         if len(self._rest) > MAX_EVENT:
             raise BrokenStream(f"an event has more than {MAX_EVENT:,} bytes")
@@ -121,7 +120,7 @@ class EventReader:
         return not self._rest.strip() and (self.ended or self.finished > 0)
 
     def _read(self, raw: bytes) -> Part | None:
-        if b"\r" in raw:
+        if _CR in raw:
             raw = raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2:
             content = raw[6:-2]
@@ -150,12 +149,15 @@ class EventReader:
         if part.response is not None and part.response.id:
             self.response_id = part.response.id
         if part.choices:
-            self.pieces += any(choice.is_said for choice in part.choices)
-            self.finished += sum([choice.finish_reason is not None for choice in part.choices])
+            is_said = False
+            for choice in part.choices:
+                is_said = is_said or choice.is_said
+                self.finished += choice.finish_reason is not None
+            self.pieces += is_said
         elif part.type is not None:
             self.pieces += part.type.endswith("delta")
             self.ended = self.ended or part.type in _LAST
-        if is_error(part) or part.type in ("error", "response.failed"):
+        if (part.error is not ABSENT and is_error(part)) or part.type in ("error", "response.failed"):
             self.error = self.ended = True
 
 
@@ -164,20 +166,16 @@ def is_error(part: Part) -> bool:
     return bytes(part.error) != b"null"
 
 
-def _end_of_last(data: bytes) -> int:
-    """The end of the last event that is complete."""
-    if data.endswith(b"\n\n"):
-        return len(data)
-    found = [data.rfind(end) + len(end) for end in (b"\n\n", b"\r\n\r\n", b"\r\r") if end in data]
-    return max(found, default=0)
-
-
-def _events(data: bytes) -> list[bytes]:
-    """Complete events, each with the blank line at its end."""
-    if b"\r" not in data:
-        return [part + b"\n\n" for part in data.split(b"\n\n") if part]
-    end = b"\r\n\r\n" if b"\r\n\r\n" in data else b"\r\r" if b"\r\r" in data else b"\n\n"
-    return [part + end for part in data.split(end) if part]
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """Complete events, each with the blank line at its end, and what follows the last one."""
+    if _CR not in data:
+        *found, rest = data.split(b"\n\n")
+        return [part + b"\n\n" for part in found if part], rest
+    ends = [end for end in (b"\r\n\r\n", b"\r\r", b"\n\n") if end in data]
+    if not ends:
+        return [], data
+    at = max([data.rfind(end) + len(end) for end in ends])
+    return [part + ends[0] for part in data[:at].split(ends[0]) if part], data[at:]
 
 
 def _data_lines(raw: bytes) -> list[bytes]:

@@ -30,6 +30,7 @@ from headway.policy.admission.queue_bound import Place
 from headway.policy.step.ledger import Phase
 from headway.server.classes import CLASS_HEADER, TPOT_HEADER, TTFT_HEADER, Terms
 from headway.server.edge.connection import ARRIVED
+from headway.server.edge.edge import HEADERS
 from headway.server.edge.streaming import EventWriter, SlowReader
 from headway.server.errors import ApiError, unavailable
 from headway.server.quotas import Charge
@@ -64,7 +65,7 @@ class Exchange:
         self._body, self._raw, self.terms, self._done, self._home = body, raw, terms, done, home
         self._place: Place | None = None
         self._joined = Joined(request.scope[ARRIVED], clock())
-        self.ask = ask_of(body, request.headers, terms.service.name, terms.ttft_ms)
+        self.ask = ask_of(body, request.scope[HEADERS], terms.service.name, terms.ttft_ms)
         self.charge: Charge | None = None
         self._hides_usage = False
         self._replay: Replay | None = None
@@ -131,9 +132,12 @@ class Exchange:
                 1,
             )
 
-    def _request_to(self, member: Member) -> bytes:
+    def _request_to(self, attempt: Attempt) -> bytes:
+        member = attempt.member
         can_replay = self._gateway.file.continue_streams and member.entry.kind == "headway"
         self._replay = Replay.of(self._api, self._path, self._body, self._raw) if can_replay else None
+        if not (self._hides_usage or self._body.include_timings or self._replay is not None):
+            attempt.edit = None
         body = self._raw if self._replay is None else self._replay.request
         if self._handover is not None and member.entry.role == DECODE:
             self._joined.before, body = self._handover.phases, self._handover.request(body)
@@ -147,8 +151,7 @@ class Exchange:
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
         """Headers that say what the gateway has decided; empty ones are not passed on."""
         if not self._gateway.has_files:
-            given = self._request.headers.get(TTFT_HEADER)
-            return {} if given is None or math.isinf(self.terms.ttft_ms) else self._deadline()
+            return {} if math.isinf(self.terms.ttft_ms) else self._deadline()
         if member.entry.kind != "headway":
             return {name.encode(): b"" for name in (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER)}
         names_class = self._body.service_class is not None or self._body.service_tier not in (None, "auto")
@@ -204,9 +207,8 @@ class Exchange:
         return body, as_header(joined.phases(phases, attempt.sent_ns, ended_ns))
 
     def _streamed(self, attempt: Attempt, head: Head) -> Relay:
-        timing = as_header(self._joined.phases({}, attempt.sent_ns, clock()))
         headers = [pair for pair in self._headers(attempt, head) if pair[0] != b"content-type"]
-        headers.append((b"server-timing", timing.encode()))
+        headers.append((b"server-timing", self._joined.so_far(attempt.sent_ns).encode()))
         relay = Relay(attempt, self._gateway.settings, headers, self._finish, lambda: self._done(self))
         self._relay = relay if self._replay is not None else None
         return relay
@@ -261,14 +263,12 @@ class Exchange:
 
     # --- what comes -------------------------------------------------------------------------------------
 
-    def _had_token(self) -> None:
-        now = clock()
+    def _had_token(self, attempt: Attempt) -> None:
         if self._place is not None:
-            self._place.had_output(0, now)
+            self._place.had_output(0, attempt.first_token_ns)
         for tell in self._gateway.when_first:
-            assert self._attempts.last is not None
-            took_ms = (now - self._joined.arrived_ns) / 1e6
-            tell(self._attempts.last.member, self.ask, self.terms.ttft_ms, took_ms)
+            took_ms = (attempt.first_token_ns - self._joined.arrived_ns) / 1e6
+            tell(attempt.member, self.ask, self.terms.ttft_ms, took_ms)
 
     def _edited(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
         """What the client gets of an event."""
@@ -282,7 +282,7 @@ class Exchange:
             timings = self._joined.timings(part.timings, attempt.sent_ns, clock())
             if timings:
                 return with_field(raw, b"timings", part.timings, timings)
-        return self._without_usage(raw, part)
+        return self._without_usage(raw, part) if self._hides_usage else raw
 
     def _replayed(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
         """What the client gets of an event of a backend that goes on with its stream."""
@@ -292,11 +292,10 @@ class Exchange:
         if part.timings is not ABSENT and self._body.include_timings:
             of_first = self._first_ns, self._replay.replayed
             timings = self._joined.timings(part.timings, attempt.sent_ns, clock(), *of_first)
-        return self._without_usage(self._replay.joined(raw, timings), part)
+        raw = self._replay.joined(raw, timings)
+        return self._without_usage(raw, part) if self._hides_usage else raw
 
     def _without_usage(self, raw: bytes, part: Part) -> bytes:
-        if not self._hides_usage:
-            return raw
         if part.usage is not None and part.choices == []:
             return b""
         return raw.replace(b',"usage":null', b"", 1)  # quotes within texts have a backslash

@@ -14,6 +14,9 @@ import msgspec
 from headway.gateway.member import clock
 from headway.policy.step.ledger import Phase
 
+_PHASES = (Phase.RECEIVE, Phase.ROUTE, Phase.BACKEND, Phase.NETWORK, Phase.SEND)
+_RECEIVE, _ROUTE, _BACKEND, _NETWORK, _SEND = map(str, _PHASES)
+
 
 class Timings(msgspec.Struct):
     """What is read of a backend's `timings`."""
@@ -48,15 +51,23 @@ class Joined:
             came_ns: when its answer, or the part with the backend's account, had come.
         """
         until_ns = until_ns or clock()
-        found = {
-            str(Phase.RECEIVE): self.received_ns - self.arrived_ns,
-            str(Phase.ROUTE): sent_ns - self.received_ns - sum(self.before.values()),
-        }
+        found = {_RECEIVE: self.received_ns - self.arrived_ns, _ROUTE: sent_ns - self.received_ns}
+        if self.before:
+            found[_ROUTE] -= sum(self.before.values())
         for part in (self.before, hop(of_backend, came_ns - sent_ns)):
             for name, length in part.items():
                 found[name] = found.get(name, 0) + length
-        found[str(Phase.SEND)] = found.get(str(Phase.SEND), 0) + until_ns - came_ns
+        found[_SEND] = found.get(_SEND, 0) + until_ns - came_ns
         return {name: length for name, length in found.items() if length}
+
+    def so_far(self, sent_ns: int) -> str:
+        """The phases when a stream begins, as a header."""
+        now = clock()
+        if self.before:
+            return as_header(self.phases({}, sent_ns, now, now))
+        receive, route, backend = self.received_ns - self.arrived_ns, sent_ns - self.received_ns, now - sent_ns
+        own = f"{_RECEIVE};dur={receive / 1e6:.3f}, {_ROUTE};dur={route / 1e6:.3f}, {_BACKEND};dur={backend / 1e6:.3f}"
+        return f"{own}, total;dur={(now - self.arrived_ns) / 1e6:.3f}"
 
     def timings(self, raw: msgspec.Raw, sent_ns: int, came_ns: int, first_ns: int = 0, replayed: int = 0) -> bytes:
         """A backend's `timings`, as JSON, with the whole chain; empty where what it tells is no ledger.
@@ -87,8 +98,8 @@ def hop(told: Mapping[str, int], length_ns: int) -> dict[str, int]:
     """The phases of a hop that took so long, of which a backend has told these."""
     total = sum(told.values())
     if not told or total > length_ns or min(told.values()) < 0:
-        return {str(Phase.BACKEND): length_ns}
-    return {**told, str(Phase.NETWORK): told.get(str(Phase.NETWORK), 0) + length_ns - total}
+        return {_BACKEND: length_ns}
+    return {**told, _NETWORK: told.get(_NETWORK, 0) + length_ns - total}
 
 
 def phases_of_header(value: bytes) -> dict[str, int]:
@@ -107,4 +118,4 @@ def phases_of_header(value: bytes) -> dict[str, int]:
 def as_header(phases: Mapping[str, int]) -> str:
     """A Server-Timing header, in milliseconds."""
     lengths = [*phases.items(), ("total", sum(phases.values()))]
-    return ", ".join(f"{name};dur={length / 1e6:.3f}" for name, length in lengths)
+    return ", ".join([f"{name};dur={length / 1e6:.3f}" for name, length in lengths])

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import Metric
 
 from headway.gateway.member import Member, clock
 from headway.server.errors import ApiError
-from headway.server.metrics.families import Families
+from headway.server.metrics.families import Families, Times
 from headway.server.metrics.tenants import TenantMetrics
 from headway.server.quotas import Budgets
 
@@ -19,7 +19,6 @@ SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
     *(0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0),
 )
-_ENDED_TOGETHER = 64
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 STATES = ("closed", "half_open", "open", "down", "unknown", "draining")
 
@@ -44,14 +43,8 @@ class GatewayMetrics:
         self._members, self._state_of = members, state_of
         self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
         self._families = Families(prefix, {})
-        self._ended: list[tuple[int, int, int]] = []
-        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self._ttft, self._e2e, self._route = Times(SECONDS), Times(SECONDS), Times(SECONDS)
         counter = partial(Counter, registry=self.registry)
-        self._ttft = histogram(prefix + "time_to_first_token_seconds", "First byte until the first token.")
-        self._e2e = histogram(prefix + "e2e_request_latency_seconds", "First byte until the answer has ended.")
-        self._route = histogram(
-            prefix + "request_route_time_seconds", "Checked body until it was handed to a backend's connection."
-        )
         self._refused = counter(prefix + "requests_refused", "Requests refused, by code.", ("code",))
         self._retries = counter(prefix + "retries", "Requests sent again, by reason.", ("reason",))
         self._handovers = counter(
@@ -66,19 +59,10 @@ class GatewayMetrics:
 
     def ended(self, arrived_ns: int, received_ns: int, sent_ns: int, first_token_ns: int) -> None:
         """Count a request that has its answer; `first_token_ns` is 0 where that came in one piece."""
-        ttft_ns = first_token_ns - arrived_ns if first_token_ns else 0
-        self._ended.append((clock() - arrived_ns, sent_ns - received_ns, ttft_ns))
-        if len(self._ended) == _ENDED_TOGETHER:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Count the requests that have gathered, while the code for it is in the processor's caches."""
-        for e2e_ns, route_ns, ttft_ns in self._ended:
-            self._e2e.observe(e2e_ns * 1e-9)
-            self._route.observe(route_ns * 1e-9)
-            if ttft_ns:
-                self._ttft.observe(ttft_ns * 1e-9)
-        self._ended.clear()
+        self._e2e.add(clock() - arrived_ns)
+        self._route.add(sent_ns - received_ns)
+        if first_token_ns:
+            self._ttft.add(first_token_ns - arrived_ns)
 
     def refused(self, error: ApiError) -> None:
         """Count a request that got an error of the gateway."""
@@ -94,7 +78,13 @@ class GatewayMetrics:
         self._reloads.labels(result).inc()
 
     def collect(self) -> Iterable[Metric]:
-        """The families of backends."""
+        """The families of times and of backends."""
+        for times, name, of_what in (
+            (self._ttft, "time_to_first_token", "First byte until the first token."),
+            (self._e2e, "e2e_request_latency", "First byte until the answer has ended."),
+            (self._route, "request_route_time", "Checked body until it was handed to a backend's connection."),
+        ):
+            yield times.family(f"{self._families.prefix}{name}_seconds", of_what)
         of, members, now = self._families, list(self._members().items()), clock()
         outcomes = {(name, key): count for name, each in members for key, count in each.outcomes.items()}
         yield of.counter("requests", "Requests by backend and outcome.", outcomes, "backend", "outcome")
@@ -109,6 +99,5 @@ class GatewayMetrics:
 
     def exposition(self, with_tenants: bool) -> bytes:
         """The text of all metrics."""
-        self._settle()
         own: bytes = prometheus_client.generate_latest(self.registry)
         return own + prometheus_client.generate_latest(self._of_tenants) if with_tenants else own

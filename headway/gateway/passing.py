@@ -29,14 +29,18 @@ def request_to(member: Member, request: Request, path: str, own: Mapping[bytes, 
     scope = request.scope
     query: bytes = scope["query_string"]
     lines = [
-        f"{scope['method']} {member.entry.prefix}{path}".encode() + (b"?" + query if query else b"") + b" HTTP/1.1\r\n",
+        f"{scope['method']} {member.entry.prefix}{path}".encode(),
+        b"?%b HTTP/1.1\r\n" % query if query else b" HTTP/1.1\r\n",
         member.head,
         b"x-request-id: %b\r\n" % scope[REQUEST_ID].encode(),
     ]
-    for name, value in scope["headers"]:
-        if (name in PASSED or name.startswith(PASSED_LIKE)) and name not in own:
-            lines.append(b"%b: %b\r\n" % (name, value))
-    lines += [b"%b: %b\r\n" % pair for pair in own.items() if pair[1]]
+    lines += [
+        b"%b: %b\r\n" % pair
+        for pair in scope["headers"]
+        if (pair[0] in PASSED or pair[0].startswith(PASSED_LIKE)) and pair[0] not in own
+    ]
+    if own:
+        lines += [b"%b: %b\r\n" % pair for pair in own.items() if pair[1]]
     if body or scope["method"] == "POST":
         lines.append(b"content-length: %d\r\n" % len(body))
     return b"".join([*lines, b"\r\n", body])

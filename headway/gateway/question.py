@@ -17,7 +17,7 @@ class _Question:
         self.status, self.body = 0, bytearray()
         self.done: asyncio.Future[UpstreamFailed | None] = asyncio.get_running_loop().create_future()
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status = status
 
     def on_piece(self, data: bytes) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import httptools
 
 from headway.config_files.gateway import BackendEntry, Timeouts
+from headway.server.edge.timer import Timer
 
 MAX_HEAD = 256 * 2**10  # bytes of an answer's headers, and of what frames its body between two pieces
 MAX_IDLE = 256  # connections that are kept open
@@ -37,11 +38,11 @@ class UpstreamFailed(Exception):
 class Reader(Protocol):
     """Takes an answer as it comes."""
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """Take the status and the headers, with names in lower case."""
 
     def on_piece(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Take the next bytes of the body: all that have come together."""
 
     def on_end(self, failure: UpstreamFailed | None) -> None:
         """Note that all has come, or that no more will. Nothing follows."""
@@ -59,10 +60,10 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser
         self._reader: Reader | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0  # when something came last
+        self._timer = Timer(pool.loop, self._on_time)  # since something came last
         self._timeout_s = 0.0
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._pieces: list[bytes] = []  # of the body, until all that has come with them is parsed
         self._has_head = self._ends_with_connection = False
         self._unframed = 0
         self._served = 0  # requests before this one
@@ -77,14 +78,14 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None and self._reader is None
         self._reader = reader
         self._reset()
-        self._timeout_s, self._heard_at = first_byte_s, self._pool.loop.time()
-        self._timer = self._pool.loop.call_later(first_byte_s, self._on_timer)
         self._transport.write(request)
+        self._timeout_s = first_byte_s
+        self._timer.set(first_byte_s)
 
     def drop(self) -> None:
         """Close at once; the reader is told nothing any more."""
         self._reader = None
-        self._stop_timer()
+        self._timer.end()
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -95,7 +96,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not (self.is_paused or self._transport.is_closing()):
             self.is_paused = True
             self._transport.pause_reading()
-            self._stop_timer()
+            self._timer.stop()
 
     def resume(self) -> None:
         """Read on."""
@@ -104,8 +105,7 @@ class Connection(asyncio.Protocol):
         self.is_paused = False
         self._transport.resume_reading()
         if self._reader is not None:
-            self._heard_at = self._pool.loop.time()
-            self._timer = self._pool.loop.call_later(self._timeout_s, self._on_timer)
+            self._timer.set(self._timeout_s)
 
     # --- what asyncio calls -----------------------------------------------------------------------------
 
@@ -117,12 +117,13 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._reader is None:
             return self.drop()  # a word that nobody asked for
-        self._heard_at = self._pool.loop.time()
+        self._timer.since_s = self._pool.loop.time()
         self._unframed += len(data)
         if self._unframed > MAX_HEAD + len(data):
             return self._fail("malformed", f"more than {MAX_HEAD:,} bytes of headers or of framing")
         try:
             self._parser.feed_data(data)
+            self._pass_on()
         except httptools.HttpParserUpgrade:
             self._fail("malformed", "it wants to speak another protocol than HTTP/1.1")
         except httptools.HttpParserError as error:
@@ -141,29 +142,29 @@ class Connection(asyncio.Protocol):
                 is_unheard = self._served > 0 and not (self._has_head or self._unframed)
                 self._end(UpstreamFailed("cut", f"it closed the connection {how}", is_unheard))
         self._pool.forget(self)
+        self._timer.end()
         del self._parser  # they hold each other
 
     # --- what the parser calls --------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_head:
-            self._headers.append((name.lower(), value))
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
             return
         self._has_head = True
-        names = {name for name, _ in self._headers}
-        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        self._ends_with_connection = not self._headers.keys() & {b"content-length", b"transfer-encoding"}
         self._timeout_s = self._pool.timeouts.stall_s
+        self._timer.set(self._timeout_s)
         if self._reader is not None:
             self._reader.on_head(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
         self._unframed = 0
-        if self._reader is not None:
-            self._reader.on_piece(body)
+        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         if not self._has_head:
@@ -174,13 +175,15 @@ class Connection(asyncio.Protocol):
     # --- ends -------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._headers, self._has_head, self._ends_with_connection, self._unframed = [], False, False, 0
+        self._headers, self._has_head, self._ends_with_connection, self._unframed = {}, False, False, 0
 
-    def _on_timer(self) -> None:
-        left_s = self._heard_at + self._timeout_s - self._pool.loop.time()
-        if left_s > 0:
-            self._timer = self._pool.loop.call_later(left_s, self._on_timer)
-        elif self._has_head:
+    def _pass_on(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        if pieces and self._reader is not None:
+            self._reader.on_piece(b"".join(pieces))
+
+    def _on_time(self) -> None:
+        if self._has_head:
             self._fail("timeout", f"nothing came of its answer for {self._timeout_s:g} s")
         else:
             self._fail("timeout", f"its answer did not begin within {self._timeout_s:g} s")
@@ -189,14 +192,10 @@ class Connection(asyncio.Protocol):
         self._end(UpstreamFailed(kind, message))
         self.drop()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _end(self, failure: UpstreamFailed | None) -> None:
+        self._pass_on()
         reader, self._reader = self._reader, None
-        self._stop_timer()
+        self._timer.stop()
         if reader is None:
             return
         self._served += 1

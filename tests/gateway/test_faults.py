@@ -279,7 +279,7 @@ async def test_a_connection_of_a_question_is_nobody_elses() -> None:
         def __init__(self, pool: Pool) -> None:
             self.pool, self.found = pool, asyncio.get_running_loop().create_future()
 
-        def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
             return
 
         def on_piece(self, data: bytes) -> None:

@@ -33,9 +33,8 @@ def test_schemathesis_finds_nothing(gateway: LiveGateway, headway: LiveServer) -
         operation = found.ok()
         api = POSTS.get(operation.path)
         if api is not None and operation.method == "post" and api.stores not in OF_BATCHES:
-            try_operation(operation, statuses.setdefault(operation.path, set()), 6)
-    assert len(statuses) >= 10 and all(400 in seen for seen in statuses.values()), statuses
-    assert sum(200 in seen for seen in statuses.values()) >= 7, statuses
+            try_operation(operation, statuses.setdefault(operation.path, set()), 20)
+    assert len(statuses) >= 10 and all({200, 400} <= seen for seen in statuses.values()), statuses
 
 
 def test_floods_and_slow_clients_end_with_an_error_and_keep_nobody_out(headway: LiveServer) -> None:  # noqa: F811

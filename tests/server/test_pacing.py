@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headway.server.edge.pacing import Pace, Shared
+from headway.server.edge.timer import Timer
 
 
 async def test_a_crowd_takes_turns_and_the_loop_goes_on_between_them() -> None:
@@ -70,3 +71,21 @@ async def test_what_is_shared_is_made_once_for_all_who_wait_and_not_all_the_time
     await asyncio.sleep(0)
     given_up.cancel()
     assert await shared.get() == 3, "who gives up takes it from nobody"
+
+
+async def test_a_timer_counts_from_when_it_was_set_last() -> None:
+    loop, rung = asyncio.get_running_loop(), list[float]()
+    timer = Timer(loop, lambda: rung.append(loop.time()))
+    timer.set(10.0)
+    timer.set(0.02)  # sooner than before
+    timer.since_s += 0.02
+    began = loop.time()
+    await asyncio.sleep(0.08)
+    assert len(rung) == 1 and rung[0] >= began + 0.035 and not timer.is_set
+    timer.set(0.01)
+    timer.stop()
+    await asyncio.sleep(0.02)
+    timer.set(0.01)
+    timer.end()
+    await asyncio.sleep(0.02)
+    assert len(rung) == 1

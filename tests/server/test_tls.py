@@ -60,6 +60,7 @@ def renewed_in_place(tmp_path: Path) -> Path:
 def test_https_is_served_to_openai_s_client(start_server: StartServer) -> None:
     server = start_server(ssl_certfile=FILES / "server.pem")
     with httpx.Client(verify=trusting()) as http:
+        assert http.get(f"{server.url}/health").status_code == 200  # the first request of the connection
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http)
         whole = client.completions.create(model=MODEL, prompt="x", max_tokens=5)
         streamed = client.completions.create(model=MODEL, prompt="x", max_tokens=5, stream=True)

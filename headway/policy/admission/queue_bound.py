@@ -142,15 +142,12 @@ class QueueBound:
         if choices and self.choices + choices + kept.choices > self.limits.choices:
             limit = int(self.limits.choices) - kept.choices
             return Refusal(self, "choices", choices, self.choices, limit, kept.choices)
+        if not tokens or self.tokens + tokens + kept.tokens <= self.limits.tokens:
+            return None
         spared = min(kept.tokens, max(0, self.limits.tokens - tokens))  # the longest prompt can come in alone
-        if tokens and self.tokens + tokens + spared > self.limits.tokens:
+        if self.tokens + tokens + spared > self.limits.tokens:
             return Refusal(self, "tokens", tokens, self.tokens, int(self.limits.tokens - spared), int(spared))
         return None
-
-    def count(self, choices: int, tokens: int) -> None:
-        """Count the units of a request that may come in."""
-        self.choices += choices
-        self.tokens += tokens
 
     def leave(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         """Note that choices have ended, and that prompts of so many tokens have their first output."""
@@ -223,11 +220,17 @@ class Place:
             if refusal is not None:
                 return refusal
             kept = NOTHING
+        self.count(choices, prompts)
+        return None
+
+    def count(self, choices: int, prompts: Sequence[int]) -> None:
+        """Take them however many there are."""
+        tokens = sum(prompts)
         for bound in self._bounds:
-            bound.count(choices, tokens)
+            bound.choices += choices
+            bound.tokens += tokens
         self._choices += choices
         self._prompts += prompts
-        return None
 
     def _give_back(self, now: int, choices: int = 0, tokens: int = 0) -> None:
         for bound in self._bounds:

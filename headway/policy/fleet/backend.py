@@ -62,7 +62,8 @@ class Ask:
         return self._blocks
 
     def _hashed(self) -> list[int]:
-        size, chain, found = BLOCK_TOKENS * self.token_length, zlib.crc32(self.salt.encode()), list[int]()
+        size, chain = BLOCK_TOKENS * self.token_length, zlib.crc32(self.salt.encode())
+        found: list[int] = []
         for at in range(0, min(len(self.content), size * MOST_BLOCKS), size):
             chain = hash((chain, _key(self.content[at : at + size])))
             found.append(chain)
@@ -94,7 +95,10 @@ class Prefixes:
 
     def found(self, blocks: Sequence[int]) -> int:
         """How many of a prompt's first blocks are there."""
-        return next((at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+        for at, block in enumerate(blocks):
+            if block not in self._blocks:
+                return at
+        return len(blocks)
 
     def add(self, blocks: Sequence[int]) -> None:
         """Note the blocks of a prompt. The last ones are the first to be forgotten."""

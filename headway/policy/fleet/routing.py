@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from headway.policy.fleet.backend import Ask, Backend
 from headway.policy.objectives.service_class import ClassTable
@@ -98,10 +99,11 @@ class PrefixHits(Scorer):
     learns = True
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        mean = sum([each.crowd for each in backends]) / len(backends)
-        most = MOST_OF_MEAN * mean
+        crowds = [each.crowd for each in backends]
+        most = MOST_OF_MEAN * (sum(crowds) / len(backends))
         return [
-            each.cached_share(ask) if each.crowd <= max(UNPRESSED / each.weight, most) else 0.0 for each in backends
+            each.cached_share(ask) if crowd <= most or crowd <= UNPRESSED / each.weight else 0.0
+            for each, crowd in zip(backends, crowds, strict=True)
         ]
 
 
@@ -203,7 +205,7 @@ class Router:
 
     scorers: Sequence[tuple[float, Scorer]]
 
-    @property
+    @cached_property
     def learns(self) -> bool:
         return any(scorer.learns for _, scorer in self.scorers)
 

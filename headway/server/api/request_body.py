@@ -67,7 +67,7 @@ class BodyReader(Bodies):
             ApiError: 400 for another body; and what received() raises.
             ClientGone: the client went away before the body was complete.
         """
-        async with self.received(request) as raw:
+        with await self.received(request) as raw:
             if len(raw) <= SMALL_BYTES:
                 return _object_in(raw)
             return await asyncio.get_running_loop().run_in_executor(self._thread, _object_in, raw)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from starlette.requests import Request
 
+from headway.server.edge.edge import HEADERS
 from headway.server.errors import ApiError, ClientGone, too_many
 
 # Bodies up to here are parsed as they come: whatever is in them takes a few milliseconds.
@@ -15,53 +13,72 @@ SMALL_BYTES = 2**15
 MAX_HELD = 32
 
 
+class Received(bytearray):
+    """A body. A large one counts until it is left, as a context.
+
+    Attributes:
+        counted: how many of its bytes count.
+    """
+
+    def __init__(self, bodies: Bodies) -> None:
+        super().__init__()
+        self._bodies, self.counted = bodies, 0
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.held -= self.counted
+
+
 class Bodies:
     """The bodies that are here.
 
     Args:
         most_bytes: the most bytes of one body.
+
+    Attributes:
+        held: bytes of large bodies that are here and not yet let go.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._held = 0  # bytes of large bodies that are here and not yet let go
+        self._most, self.held = most_bytes, 0
 
-    @asynccontextmanager
-    async def received(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of a request, which counts until it is left.
+    async def received(self, request: Request) -> Received:
+        """The body of a request.
 
         Raises:
             ApiError: 413 when it is longer than allowed, with or without a content-length that says so; 429 when too
                 many large ones come at once.
             ClientGone: the client went away before the body was complete.
         """
-        stated = request.headers.get("content-length", "")
-        if stated.isdecimal() and int(stated[:19]) > self._most:
-            raise self._too_large(f"the body has {stated[:19]} bytes")
-        received, held = bytearray(), 0
+        stated = request.scope[HEADERS].get(b"content-length", b"")
+        if stated.isdigit() and int(stated[:19]) > self._most:
+            raise self._too_large(f"the body has {stated[:19].decode()} bytes")
+        body, is_whole = Received(self), False
         try:
-            is_whole = False
             while not is_whole:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                received += message.get("body", b"")
+                body += message.get("body", b"")
                 is_whole = not message.get("more_body", False)
-                if len(received) > self._most:
+                if len(body) > self._most:
                     raise self._too_large(f"the body has more than {self._most} bytes")
-                if len(received) > SMALL_BYTES:
-                    self._held += len(received) - held
-                    held = len(received)
+                if len(body) > SMALL_BYTES:
+                    self.held += len(body) - body.counted
+                    body.counted = len(body)
                     self._check_held()
-            yield received
-        finally:
-            self._held -= held
+        except BaseException:
+            body.__exit__()
+            raise
+        return body
 
     def _too_large(self, what: str) -> ApiError:
         message = f"{what}; at most {self._most} are accepted (--max-body-size)"
         return ApiError(413, message, code="request_too_large")
 
     def _check_held(self) -> None:
-        if self._held > MAX_HELD * self._most:
-            message = f"{self._held} bytes of large bodies are being received; at most {MAX_HELD * self._most} may be"
+        if self.held > MAX_HELD * self._most:
+            message = f"{self.held} bytes of large bodies are being received; at most {MAX_HELD * self._most} may be"
             raise too_many(message, "too_many_large_bodies", 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.edge.exchange import Exchange, Flow
 from headway.server.edge.http_head import (
@@ -32,6 +32,7 @@ from headway.server.edge.http_head import (
 from headway.server.edge.pacing import Pace
 from headway.server.edge.probes import Probes
 from headway.server.edge.streaming import ABORT_CONNECTION, WHEN_GONE, WRITE_NOW
+from headway.server.edge.timer import Timer
 from headway.server.errors import ApiError, too_many, unavailable
 
 ARRIVED = "headway.arrived_ns"
@@ -76,15 +77,14 @@ class Connection(HttpToolsProtocol):
         self._has_place = False  # a place in a later turn is on its way
         self._came_ns = came_ns  # when the bytes came that are being read
         self._read_timeout_s = read_timeout_s
-        self._reading: asyncio.TimerHandle | None = None  # runs while a request is expected or incomplete
+        self._reading = Timer(self.loop, self._on_read_timeout)  # while a request is expected or incomplete
+        self._kept = Timer(self.loop, self.timeout_keep_alive_handler)  # between two requests
         self._is_incomplete = False  # the first byte of a request has come, but not its last
         self._has_head = False  # all its headers have come
         self._has_framing = True  # its parser knows nothing but where its body ends
         self._finished_some = False  # the last byte of a request was among those that are parsed
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
-        self._answering: RequestResponseCycle | None = None  # the others wait in `pipeline`
-        self._head = b""  # of an answer, until what follows it is there
-        self._has_begun = True  # the head of the answer that is being made was written
+        self._answering: Exchange | None = None  # the others wait in `pipeline`
         self._when_gone: Callable[[], None] | None = None  # wanted by whoever answers
         self._refusal = refusal  # follows the answers to earlier requests, and nothing follows it
         self._has_ended = False  # the client sends no more
@@ -97,15 +97,17 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport, self._go_on)
-        self._start_reading()
+        self._reading.set(self._read_timeout_s)
         if self._refusal is not None:
             self._send_refusal()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._reading, self._closing, self._asking):
-            if timer is not None:
-                timer.cancel()
-        self._held = self._head = b""
+        self._reading.end()
+        self._kept.end()
+        for handle in (self._closing, self._asking):
+            if handle is not None:
+                handle.cancel()
+        self._held = b""
         super().connection_lost(exc)
         for cycle, _ in self.pipeline:
             cycle.disconnected = True
@@ -152,19 +154,8 @@ class Connection(HttpToolsProtocol):
     # --- what an exchange needs of its transport ------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send bytes of an answer. Its head goes with what follows at once, as each write takes a while."""
-        if not self._has_begun and self._answering is not None and self._answering.response_started:
-            self._has_begun, self._head = True, data
-            self.loop.call_soon(self._write_head)
-        elif self._head:
-            head, self._head = self._head, b""
-            self.transport.write(head + data)
-        else:
-            self.transport.write(data)
-
-    def _write_head(self) -> None:
-        if self._head:
-            self.write(b"")
+        """Send bytes of an answer."""
+        self.transport.write(data)
 
     def is_closing(self) -> bool:
         """Whether nothing more can be sent."""
@@ -175,10 +166,11 @@ class Connection(HttpToolsProtocol):
         the kernel, so they are read and dropped until it ends, for a while."""
         if self._closing is not None or self.transport.is_closing():
             return
-        self._write_head()
+        if self._answering is not None:
+            self._answering.write_head()
         if self._has_ended or not (self._is_incomplete or self._held or self._refusal is not None):
             return self.transport.close()
-        self._stop_reading()
+        self._reading.stop()
         self._held = b""
         has_eof = self.transport.can_write_eof()  # a client of TLS sees the end by the answer's length alone
         linger_s = self._linger_s if has_eof else min(self._linger_s, LINGER_TLS_S)
@@ -190,13 +182,13 @@ class Connection(HttpToolsProtocol):
     # --- bytes that come ------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        self._kept.stop()
         if self._closing is not None or self._refusal is not None:
             return
         if self._held:  # bytes that were on their way when reading was paused
             self._held += data
-        elif self._is_idle and (answer := self._probes.answer(data)) is not None:
-            self._stop_reading()
+        elif data.startswith(b"GET ") and self._is_idle and (answer := self._probes.answer(data)) is not None:
+            self._reading.stop()
             self.transport.write(answer.data)
             if answer.ends:
                 self.transport.close()
@@ -251,9 +243,6 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         began_ns = time.monotonic_ns()
-        # Bytes between requests end the keep-alive timeout without beginning a request.
-        if self._reading is None and self.cycle.response_complete:
-            self._start_reading()
         self._finished_some = False
         try:
             self._feed(data)
@@ -266,6 +255,9 @@ class Connection(HttpToolsProtocol):
             self._fed += 0 if self._finished_some else len(data)
             if self._is_incomplete and self._fed > MAX_HEAD + 2 * self._body_bytes:
                 self._refuse(too_much(is_body=self._has_head))
+            elif not self._reading.is_set and (self.cycle is None or self.cycle.response_complete):
+                # Bytes between requests end the keep-alive timeout without beginning a request.
+                self._reading.set(self._read_timeout_s)
         if time.monotonic_ns() - began_ns > SLICE_NS:
             self._pace.fill()
 
@@ -322,7 +314,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._is_incomplete, self._has_head = True, False
         self._fed = self._head_bytes = self._num_headers = self._body_bytes = 0
-        self._start_reading()
+        self._reading.set(self._read_timeout_s)
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = self._came_ns or time.monotonic_ns()
         scope[ABORT_CONNECTION], scope[WRITE_NOW], scope[WHEN_GONE] = self.reset, self._write_now, self._call_when_gone
@@ -331,7 +323,8 @@ class Connection(HttpToolsProtocol):
         if not self._has_framing:
             return
         super().on_url(url)
-        if len(self.url) > MAX_TARGET:
+        self._head_bytes = len(self.url)
+        if self._head_bytes > MAX_TARGET:
             raise too_long()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -339,13 +332,10 @@ class Connection(HttpToolsProtocol):
             return
         self._num_headers += 1
         self._head_bytes += len(name) + len(value) + 4
-        if self._num_headers > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD:
+        if self._num_headers > MAX_HEADERS or self._head_bytes > MAX_HEAD:
             raise too_much(is_body=self._has_head)
         if not self._has_head:  # trailers behind the body are no part of what was asked
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if not self._has_framing:
@@ -355,7 +345,7 @@ class Connection(HttpToolsProtocol):
         method, version = self.parser.get_method(), self.parser.get_http_version()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["method"], scope["http_version"] = method.decode("ascii"), version
-        check_head(method, version, self.headers)
+        self.expect_100_continue = check_head(method, version, self.headers)
         try:
             target = httptools.parse_url(self.url)
         except httptools.HttpParserInvalidURLError:
@@ -364,8 +354,7 @@ class Connection(HttpToolsProtocol):
         path = raw_path.decode("ascii")
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
         scope["raw_path"], scope["query_string"] = raw_path, target.query or b""
-        is_plain = version == "1.1" and not self.expect_100_continue
-        self.cycle = (RequestResponseCycle if is_plain else Exchange)(
+        self.cycle = Exchange(
             scope=scope,  # type: ignore[arg-type]
             transport=self,  # type: ignore[arg-type]
             flow=self.flow,
@@ -392,23 +381,27 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # the client offers another protocol, which is not taken; _feed goes on
             return
         self._finished_some, self._is_incomplete = True, False
-        self._stop_reading()
+        self._reading.stop()
         super().on_message_complete()
         if self.cycle.response_complete:  # refused before its end: nothing else limits what comes next
-            self._start_reading()
+            self._reading.set(self._read_timeout_s)
 
     # --- answers --------------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering, self._has_begun = cycle, False
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         self._when_gone = None
+        self.server_state.total_requests += 1
         if self.is_closing():
-            self.server_state.total_requests += 1
             return
-        super().on_response_complete()
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._kept.set(self.timeout_keep_alive)
         if self._refusal is not None and self._answering is not None and self._answering.response_complete:
             self._send_refusal()
 
@@ -420,7 +413,7 @@ class Connection(HttpToolsProtocol):
         cycle = self._answering
         if self.flow.write_paused or cycle is None or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _call_when_gone(self, callback: Callable[[], None]) -> None:
@@ -438,7 +431,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer the last request with an error, after the answers to earlier ones, and close."""
         self._refusal = error
-        self._stop_reading()
+        self._reading.stop()
         logger.info("refused a request of %s: %d, %s", self.client, error.status, error.message)
         cycle, is_own = self.cycle, self._is_half
         if is_own and self.pipeline and self.pipeline[0][0] is cycle:  # it has not begun
@@ -459,7 +452,7 @@ class Connection(HttpToolsProtocol):
         error = self._refusal
         if error is None or self.is_closing():
             return
-        self._unset_keepalive_if_required()
+        self._kept.stop()
         given = dict(self.headers or ()).get(b"x-request-id", b"") if self._is_incomplete else b""
         answer = error.response()
         answer.headers["connection"], answer.headers["x-request-id"] = "close", request_id(given)
@@ -469,22 +462,12 @@ class Connection(HttpToolsProtocol):
 
     # --- a request's time ---------------------------------------------------------------------------------
 
-    def _start_reading(self) -> None:
-        self._stop_reading()
-        self._reading = self.loop.call_later(self._read_timeout_s, self._on_read_timeout)
-
-    def _stop_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
     def _on_read_timeout(self) -> None:
         is_own, answering = self._is_half, self._answering
         if self.pipeline or (
             answering is not None and not answering.response_complete and not (is_own and answering is self.cycle)
         ):
-            return self._start_reading()  # an earlier request of this connection is being answered
-        self._reading = None
+            return self._reading.set(self._read_timeout_s)  # an earlier request of this connection is being answered
         if not self._is_incomplete or (is_own and answering is not None and answering.response_started):
             self.transport.close()
         else:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headway.config_files.tenants import Access, key_digest
 from headway.server.edge.connection import ARRIVED
@@ -35,8 +38,9 @@ EXPOSED_HEADERS = (
 # Headers that are known, but have no effect so far. llm-d's router sets them on all traffic, so a server that refused
 # them would refuse all of it.
 IGNORED_HEADERS = ("x-llm-d-inference-fairness-id",)
-# Keys of a request's scope: the names of its headers that were left aside, what its API key may do, and its id.
-IGNORED, ACCESS, REQUEST_ID = "headway.ignored_headers", "headway.access", "headway.request_id"
+# Keys of a request's scope: its headers by name, the names of those that were left aside, what its API key may do, and
+# its id.
+HEADERS, IGNORED, ACCESS, REQUEST_ID = "headway.headers", "headway.ignored", "headway.access", "headway.request_id"
 _OPEN = Access()
 logger = logging.getLogger("headway.server")
 
@@ -68,6 +72,8 @@ class Edge:
         self._metrics_keys = [key_digest(key.encode()) for key in metrics_keys]
         self._admin_keys = [key_digest(key.encode()) for key in admin_keys]
         self._enter: ASGIApp = self._admit if cross_origin is None else cross_origin(self._admit)
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
+        self._forwarded: Any = ProxyHeadersMiddleware(self._enter, trusted)  # type: ignore[arg-type]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +82,7 @@ class Edge:
         pace = self._small if scope["path"] in OPEN_PATHS else self._pace
         if pace is not None:
             await pace.turn()
-        headers = dict(scope["headers"])
+        headers = scope[HEADERS] = dict(scope["headers"])
         id_ = scope[REQUEST_ID] = request_id(headers.get(b"x-request-id", b""))
         ignored = scope[IGNORED] = [name for name in IGNORED_HEADERS if name.encode() in headers]
 
@@ -94,8 +100,9 @@ class Edge:
                 message["headers"] = answer
             await send(message)
 
+        is_forwarded = b"x-forwarded-for" in headers or b"x-forwarded-proto" in headers
         try:
-            await self._enter(scope, receive, send_with_id)
+            await (self._forwarded if is_forwarded else self._enter)(scope, receive, send_with_id)
         except Exception:
             if started:
                 raise
@@ -105,7 +112,7 @@ class Edge:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer a request that has the key it needs; refuse others."""
         if ACCESS not in scope:  # a request from within the server brings it
-            given = _key_in(scope["headers"])
+            given = _key_in(scope[HEADERS])
             access, path = self._access_of(given), scope["path"]
             scope[ACCESS] = access
             if path == METRICS_PATH and self._metrics_keys:
@@ -138,11 +145,10 @@ def _known(authorization: bytes, digests: Iterable[bytes]) -> bytes:
     return matches[0] if matches and scheme.lower() == b"bearer" else b""
 
 
-def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
     """A request's key, as the value of the header authorization; clients of Anthropic's API send x-api-key."""
-    found = dict(headers)
-    other = found.get(b"x-api-key")
-    return found.get(b"authorization") or (b"Bearer " + other if other else b"")
+    other = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (b"Bearer " + other if other else b"")
 
 
 def _no_key(reason: str, scope: Scope) -> Response:

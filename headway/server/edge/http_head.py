@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Iterable
 
 import httptools
@@ -17,13 +17,14 @@ MAX_TARGET = 8 * 2**10
 MAX_HEAD = 64 * 2**10
 MAX_HEADERS = 100
 _UNKNOWN_METHOD = re.compile(rb"[A-Za-z][!-~]{0,31} [!-~]")
+_LOOKED_AT = frozenset((b"host", b"transfer-encoding", b"content-encoding", b"expect"))
 _TLS_HELLO = b"\x16\x03"
 
 
 def request_id(given: bytes) -> str:
     """A request's id: the one that the client gives, or a new one where that is none to repeat."""
     text = given.decode("latin-1")
-    return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else uuid.uuid4().hex
+    return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else os.urandom(16).hex()
 
 
 def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: bool = False) -> bytes:
@@ -37,14 +38,20 @@ def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: b
     return b"%b%b\r\n%b" % (STATUS_LINE[answer.status_code], b"".join(lines), b"" if is_head else bytes(answer.body))
 
 
-def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> None:
-    """Raise ApiError where the headers ask for something that is not spoken here, or can be read in two ways."""
+def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether the client holds the body back until it is asked for.
+
+    Raises:
+        ApiError: the headers ask for something that is not spoken here, or can be read in two ways.
+    """
     if version not in ("1.1", "1.0"):
         raise unknown_version(f"HTTP/{version}")
     if method == b"CONNECT":
         raise unknown_method(method)
-    hosts = 0
+    hosts, holds_back = 0, False
     for name, value in headers:
+        if name not in _LOOKED_AT:
+            continue
         if name == b"host":
             hosts += 1
         elif name == b"transfer-encoding":
@@ -63,10 +70,14 @@ def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) 
                 code="unsupported_content_encoding",
                 headers={"accept-encoding": "identity"},
             )
-        elif name == b"expect" and value.lower() != b"100-continue":
-            raise ApiError(417, f"Expect is {_shown(value)}; only 100-continue is supported", code="expectation_failed")
+        elif name == b"expect":
+            holds_back = value.lower() == b"100-continue"
+            if not holds_back:
+                message = f"Expect is {_shown(value)}; only 100-continue is supported"
+                raise ApiError(417, message, code="expectation_failed")
     if hosts > 1 or (not hosts and version == "1.1"):
         raise malformed(f"the request has {hosts or 'no'} Host headers; it needs one")
+    return holds_back
 
 
 def _shown(value: bytes) -> str:

@@ -102,6 +102,7 @@ class EdgeServer(uvicorn.Server):
                 log_config=_log_config(settings.log_level),
                 access_log=settings.log_level in ("debug", "info"),
                 server_header=False,
+                proxy_headers=False,  # the edge looks at them
                 timeout_graceful_shutdown=5,
             )
         )

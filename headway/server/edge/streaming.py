@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -78,6 +77,10 @@ class EventWriter:
         max_buffer: bytes that may wait here, on top of those that the operating system holds.
         timeout_s: seconds that one write may wait.
         write_now: sends bytes of the body as `send` does, but at once; False where it would have to wait.
+
+    Attributes:
+        waiting_bytes: that were pushed and not handed to the connection.
+        is_drained: all that was pushed has been handed to the connection.
     """
 
     def __init__(
@@ -95,16 +98,13 @@ class EventWriter:
         self._max_buffer = max_buffer
         self._timeout_s = timeout_s
         self._pending: list[bytes] = []
-        self._pending_bytes = 0
+        self.waiting_bytes, self.is_drained = 0, True
         self._when_sent: list[Callable[[int], None]] = []
         self._closed = False
-        self._writing_since = math.inf
         self._is_slow = False
-        self._wake = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._watching: asyncio.Handle
+        self._wake, self._drained = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._watching: asyncio.TimerHandle
         self.overflow: asyncio.Future[None] = self._loop.create_future()
 
     def push(self, data: bytes) -> None:
@@ -114,18 +114,21 @@ class EventWriter:
             SlowReader: more than max_buffer bytes wait; what waits is dropped.
         """
         self.has_begun = True
-        if self._head is None and self._drained.is_set() and self._write_now(data):
-            callbacks, self._when_sent = self._when_sent, []
-            return _tell_sent(callbacks)
+        if self._head is None and self.is_drained and self._write_now(data):
+            if self._when_sent:
+                callbacks, self._when_sent = self._when_sent, []
+                _tell_sent(callbacks)
+            return
         self._pending.append(data)
-        self._pending_bytes += len(data)
+        self.waiting_bytes += len(data)
+        self.is_drained = False
         self._drained.clear()
         self._wake.set()
-        if self._pending_bytes > self._max_buffer:
+        if self.waiting_bytes > self._max_buffer:
             self._pending.clear()
             if not self.overflow.done():
                 self.overflow.set_result(None)
-            raise SlowReader(f"{self._pending_bytes} bytes wait for the client, more than {self._max_buffer}")
+            raise SlowReader(f"{self.waiting_bytes} bytes wait for the client, more than {self._max_buffer}")
 
     def when_sent(self, callback: Callable[[int], None]) -> None:
         """Call back with time.monotonic_ns() when the bytes that are pushed next have been handed to the connection."""
@@ -142,18 +145,10 @@ class EventWriter:
         self._closed = True
         self._wake.set()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were pushed and not handed to the connection."""
-        return self._pending_bytes
-
-    @property
-    def is_drained(self) -> bool:
-        return self._drained.is_set()
-
     async def drained(self) -> None:
         """Wait until all that was pushed has been handed to the connection."""
-        await self._drained.wait()
+        if not self.is_drained:
+            await self._drained.wait()
 
     async def run(self) -> None:
         """Send until closed.
@@ -161,55 +156,48 @@ class EventWriter:
         Raises:
             SlowReader: a write waited longer than the timeout.
         """
-        writing = asyncio.current_task()
+        writing = asyncio.current_task(self._loop)
         assert writing is not None
-        self._watch(writing, self._timeout_s)
         try:
-            while not await self._write_pending():
+            while not await self._write_pending(writing):
                 self._wake.clear()
                 await self._wake.wait()
         except asyncio.CancelledError:
             if not self._is_slow or writing.uncancel():
                 raise
             raise SlowReader(f"the client read nothing for {self._timeout_s:g} s") from None
-        finally:
-            self._watching.cancel()
 
-    async def _write_pending(self) -> bool:
+    async def _write_pending(self, writing: asyncio.Task[Any]) -> bool:
         """Send all that waits. Returns whether the answer has ended with it."""
-        while self._pending or self._closed:
+        has_ended = False
+        while (self._pending or self._closed) and not has_ended:
             data, has_ended = b"".join(self._pending), self._closed
             self._pending.clear()
-            self._pending_bytes = 0
+            self.waiting_bytes = 0
             callbacks, self._when_sent = self._when_sent, []
-            await self._write(data, more=not has_ended)
+            self._watching = self._loop.call_soon(self._watch, writing)
+            try:
+                await self._write(data, more=not has_ended)
+            finally:
+                self._watching.cancel()
             _tell_sent(callbacks)
-            if has_ended:
-                self._drained.set()
-                return True
+        self.is_drained = True
         self._drained.set()
-        return False
+        return has_ended
 
     async def _write(self, data: bytes, more: bool) -> None:
-        self._writing_since = self._loop.time()
         head, self._head = self._head, None
         if head is not None:
             await self._send(head)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._writing_since = math.inf
 
-    def _watch(self, writing: asyncio.Task[Any], after_s: float) -> None:
-        """Cancel `writing` if a write waits for too long. A timer for each write would cost as much as the write."""
+    def _watch(self, writing: asyncio.Task[Any]) -> None:
+        """Give a write that is not done in its turn of the loop so much time; most are."""
+        self._watching = self._loop.call_later(self._timeout_s, self._on_slow, writing)
 
-        def look() -> None:
-            left_s = self._writing_since + self._timeout_s - self._loop.time()
-            if left_s > 0:
-                self._watch(writing, min(left_s, self._timeout_s))
-            else:
-                self._is_slow = True
-                writing.cancel()
-
-        self._watching = self._loop.call_later(after_s, look)
+    def _on_slow(self, writing: asyncio.Task[Any]) -> None:
+        self._is_slow = True
+        writing.cancel()
 
 
 Events = Callable[[EventWriter], Awaitable[None]]

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 Values = Mapping[Any, float]  # keys are the values of further labels
+
+
+class Times:
+    """Counts times in buckets, for a tenth of what prometheus_client's histogram takes.
+
+    Args:
+        bounds_s: upper bounds of the buckets, in seconds.
+    """
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_ns = [round(bound * 1e9) for bound in bounds_s]
+        self._names = [*map(str, bounds_s), "+Inf"]
+        self._counts, self._sum_ns = [0] * len(self._names), 0
+
+    def add(self, length_ns: int) -> None:
+        self._counts[bisect_left(self._bounds_ns, length_ns)] += 1
+        self._sum_ns += length_ns
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        buckets = list(zip(self._names, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(name, text, buckets, self._sum_ns / 1e9)
 
 
 @dataclass(frozen=True, slots=True)
