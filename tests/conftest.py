@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ for name in list(os.environ):
         *("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
     ):
         del os.environ[name]
+# A script ignores SIGINT for what it starts in the background, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without a place for compiled kernels, each process would compile them again.
 if not os.access(next(each for each in (cache_folder(), *cache_folder().parents) if each.exists()), os.W_OK):
     os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"headway-tests-{os.getuid()}")
