@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ for name in list(os.environ):
         *("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
     ):
         del os.environ[name]
+# A script ignores SIGINT for what it starts in the background, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without a place for compiled kernels, each process would compile them again.
 if not os.access(next(each for each in (cache_folder(), *cache_folder().parents) if each.exists()), os.W_OK):
     os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"headway-tests-{os.getuid()}")
@@ -155,6 +159,13 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
     yield
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def weights_drawn_once() -> None:
+    """Each of a thousand engines with random weights would draw a million numbers, in 15 ms."""
+    if checkpoint := sys.modules.get("headway.models.checkpoint"):
+        checkpoint.drawn_weights = functools.cache(checkpoint.drawn_weights)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -348,6 +348,11 @@ def _no_weights(folder: Path) -> str:
     )
 
 
+def drawn_weights(seed: int) -> Tensor:
+    """A pool of small normal numbers, float32 [DUMMY_POOL]."""
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(DUMMY_POOL, np.float32)) * DUMMY_STD
+
+
 class RandomWeights:
     """Small normal weights (standard deviation 0.02) and norms of 1, the same for the same seed.
 
@@ -356,8 +361,7 @@ class RandomWeights:
     """
 
     def __init__(self, seed: int, clock: StageClock) -> None:
-        drawn = np.random.default_rng(seed).standard_normal(DUMMY_POOL, np.float32)
-        self._drawn = torch.from_numpy(drawn) * DUMMY_STD
+        self._drawn = drawn_weights(seed)
         self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._clock = clock
 

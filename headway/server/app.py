@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,10 +69,10 @@ def create_app(
             await service.close()
             await asyncio.to_thread(store.close)
 
-    app = FastAPI(
-        title="Headway", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
+    # To describe the routes takes ten times as long as to make them, and few servers are asked for that.
+    app.state.described = list[Callable[[FastAPI], None]]()
     routes = Routes(service)
     routes.add_to(app)
     TranslatedRoutes(service, routes.generate, store).add_to(app)
@@ -88,10 +88,12 @@ def create_app(
         cross_origin=cross_origin(settings),
     )
     install_handlers(app)
-    make_document = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = make_document()
+        described = FastAPI(title="Headway", version=__version__)
+        for describe in app.state.described:
+            describe(described)
+        document = described.openapi()
         document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES, BatchBody))
         if service.keys:
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

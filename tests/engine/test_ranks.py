@@ -397,12 +397,20 @@ def followers(client: EngineClient) -> list[psutil.Process]:
     return psutil.Process(client.pid).children()
 
 
-async def tokens_from(client: EngineClient, name: str, prompt: list[int], max_tokens: int = 200) -> list[int]:
+async def tokens_from(client: EngineClient, name: str, prompt: list[int], max_tokens: int = 40) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     request = AddRequest(name, prompt, params, [0], sent_ns=time.monotonic_ns())
     outputs: list[SequenceOutput] = [output async for output in client.generate(request)]
     assert outputs[-1].finish_reason == "length", outputs[-1].error
     return [token for output in outputs for token in output.token_ids]
+
+
+async def asked_until_restarted(client: EngineClient, name: str, prompt: list[int]) -> list[list[int]]:
+    """What it says, once and again until the engine is another: however fast it is, it has work when a rank is gone."""
+    restarts, found = client.restarts, list[list[int]]()
+    while client.restarts == restarts:
+        found.append(await tokens_from(client, f"{name}-{len(found)}", prompt))
+    return found
 
 
 async def test_a_stage_that_is_stopped_is_named(
@@ -414,12 +422,12 @@ async def test_a_stage_that_is_stopped_is_named(
     async with running(folders("llama"), **stages) as client:
         expected = await tokens_from(client, "alone", PROMPTS[0])
         (follower,) = followers(client)
-        answer = asyncio.create_task(tokens_from(client, "again", PROMPTS[0]))
+        answers = asyncio.create_task(asked_until_restarted(client, "again", PROMPTS[0]))
         await until(lambda: client.stats is not None and client.stats.num_running == 1)
         os.kill(follower.pid, signal.SIGSTOP)
         await until(lambda: client.restarts == 1)
         assert f"rank 1 (pid {follower.pid}) is stopped and did not end its part" in client.last_error
-        assert await answer == expected
+        assert all(answer == expected for answer in await answers)
 
 
 async def until(check: Callable[[], object], seconds: float = 60) -> None:
@@ -439,7 +447,7 @@ async def test_requests_go_on_when_a_rank_is_killed_stopped_or_dies_idle(
         for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
             (follower,) = followers(client)
             everyone.append(follower)
-            answers = [asyncio.create_task(tokens_from(client, f"{sent}{n}", PROMPTS[n])) for n in range(4)]
+            answers = [asyncio.create_task(asked_until_restarted(client, f"{sent}{n}", PROMPTS[n])) for n in range(4)]
             await until(lambda: client.stats is not None and client.stats.num_running == 4)
             began = time.monotonic()
             os.kill(follower.pid, sent)
@@ -447,7 +455,8 @@ async def test_requests_go_on_when_a_rank_is_killed_stopped_or_dies_idle(
             assert time.monotonic() - began < (5.0 if sent is signal.SIGSTOP else 2.0)
             how = "is stopped and did not end its part" if sent is signal.SIGSTOP else "died: SIGKILL"
             assert f"rank 1 (pid {follower.pid}) {how}" in client.last_error
-            assert await asyncio.gather(*answers) == expected
+            for alone, found in zip(expected, await asyncio.gather(*answers), strict=True):
+                assert all(answer == alone for answer in found)
             assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
         (follower,) = followers(client)
         everyone.append(follower)

@@ -10,23 +10,20 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import msgspec
-
 from headway.cost.layers import AttentionSinks
 from headway.policy.admission.intake import taken_up
 from headway.policy.admission.lengths import fit_to_context
 from headway.policy.admission.queue_bound import Place, QueueBound, QueueLimits
 from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.cache.kv_blocks import KVBlocks
-from headway.policy.cache.kv_groups import PASSED, KVCacheGroup, kv_cache_groups
+from headway.policy.cache.kv_groups import PASSED, kv_cache_groups
 from headway.policy.cache.sizing import pool_size
-from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import NO_SWAP, SwapSpace
 from headway.policy.objectives.promises import MOST_LEFT_OUT_NS, is_promised
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.objectives.slo import SloPolicy
 from headway.policy.step.accounting import StepTimes
-from headway.policy.step.plan import ScheduledSequence, SequenceState, StepPlan, work_of
+from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.request import Request, Sequence, Status, check, sequences_of
 from headway.policy.step.sampling_params import SamplingParams
@@ -34,6 +31,7 @@ from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.scheduler_config import SchedulerConfig
 from headway.policy.step.step_budget import MIXED, Sharing
 from headway.policy.step.step_time import StepTimeModel, StepWork
+from tests.policy.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 1000
 
@@ -100,105 +98,6 @@ def make_request(
 def make_sequence(name: str, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
     request = make_request(name, prompt, max_tokens, **options)
     return sequences_of(request, len(prompt) + max_tokens)[0]
-
-
-class FakeExecutor:
-    """Knows only what encoded plans say. Its cache stores, in place of keys and values, the tokens they depend on."""
-
-    def __init__(self, block_size: int, is_recurrent: bool = False, groups: tuple[KVCacheGroup, ...] = ()) -> None:
-        self.block_size = block_size
-        self.groups = groups or (KVCacheGroup(None),)
-        self.is_recurrent = is_recurrent
-        self.states: dict[int, list[int]] = {}  # by seq_id, in place of a state the tokens that it has seen
-        self.goes_back: dict[int, int] = {}  # by seq_id, before how many tokens its state can go back behind drafts
-        self.kept: dict[int, list[int]] = {}  # by checkpoint slot, in place of a state the tokens that it has seen
-        self.known: dict[int, SequenceState] = {}
-        self.written: dict[tuple[int, int], Any] = {}  # (block, offset) -> group, tokens up to there
-        self.host: dict[tuple[int, int], Any] = {}  # the same for host blocks
-        self.pooled: dict[int, list[int]] = {}  # by seq_id: the positions of what is in its vector
-
-    def run(self, plan: StepPlan) -> None:
-        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
-        for seq_id in plan.preempted:
-            self.known.pop(seq_id, None)
-            self.states.pop(seq_id, None)
-            self.pooled.pop(seq_id, None)
-        for new in plan.new:
-            assert new.seq_id not in self.known
-            self.known[new.seq_id] = new
-            if new.checkpoint >= 0:
-                self.states[new.seq_id] = self.kept[new.checkpoint]
-        for change in plan.tables:
-            table = self.known[change.seq_id].block_tables[change.group]
-            table[change.start :] = change.blocks
-            table[change.sinks : change.first] = [PASSED] * (change.first - change.sinks)
-        for swap in plan.swaps:
-            pairs = zip(swap.blocks, swap.host_blocks, strict=True)
-            for block, host_block in pairs:
-                if swap.is_out:
-                    self.copy(self.written, block, self.host, host_block)
-                else:
-                    self.copy(self.host, host_block, self.written, block)
-        for source, target in plan.copies:
-            self.copy(self.written, source, self.written, target)
-        assert not self.is_recurrent or plan.work.drafts <= MOST_DRAFTS
-        for item in plan.scheduled:
-            self.write(item, self.known[item.seq_id])
-            if self.is_recurrent:
-                self.advance(item, self.known[item.seq_id], plan)
-        for item in plan.scheduled:
-            self.read(item, self.known[item.seq_id])
-            if plan.pools:
-                self.pool(item, self.known[item.seq_id])
-
-    def pool(self, item: ScheduledSequence, state: SequenceState) -> None:
-        if state.pooling is None:
-            return
-        end = item.start + item.num_tokens
-        mine = self.pooled.setdefault(item.seq_id, [])
-        mine += range(item.start, end)
-        if state.pooling.takes_all:
-            assert mine == list(range(end)), "the mean would lack a token, or have one twice"
-
-    def copy(self, of: dict[tuple[int, int], Any], source: int, to: dict[tuple[int, int], Any], target: int) -> None:
-        for offset in range(self.block_size):
-            to.pop((target, offset), None)
-            if (source, offset) in of:
-                to[target, offset] = of[source, offset]
-
-    def write(self, item: ScheduledSequence, state: SequenceState) -> None:
-        if item.decoding:
-            state.tokens[item.start :] = item.token_ids
-        assert state.tokens[item.start : item.start + item.num_tokens] == item.token_ids
-        for position in range(item.start, item.start + item.num_tokens):
-            for group, table in enumerate(state.block_tables):
-                place = table[position // self.block_size], position % self.block_size
-                self.written[place] = group, tuple(state.tokens[: position + 1])
-
-    def read(self, item: ScheduledSequence, state: SequenceState) -> None:
-        for number, (group, table) in enumerate(zip(self.groups, state.block_tables, strict=True)):
-            for position in range(item.start + item.num_tokens):
-                entry = position // self.block_size
-                is_passed = group.window is not None and entry >= group.sinks and position <= item.start - group.window
-                if is_passed and table[entry] == PASSED:
-                    continue
-                block = table[entry]
-                known = self.written[block, position % self.block_size]
-                assert known == (number, tuple(state.tokens[: position + 1])), "attention would read another's KV"
-
-    def advance(self, item: ScheduledSequence, state: SequenceState, plan: StepPlan) -> None:
-        before, end = self.states.get(item.seq_id, []) if item.start else [], item.start + item.num_tokens
-        if item.start >= self.goes_back.pop(item.seq_id, end):
-            before = before[: item.start]
-        if item.samples > 1:
-            self.goes_back[item.seq_id] = item.start + 1
-        assert before == state.tokens[: item.start], "a recurrent layer would go on from another state"
-        self.states[item.seq_id] = state.tokens[:end]
-        behind = [kept.tokens for kept in item.keeps]
-        assert behind == sorted(set(behind)) and all(item.start < tokens <= end for tokens in behind)
-        for kept in item.keeps:
-            assert all(kept.slot != new.checkpoint for new in plan.new), "a state is read while it is written"
-            self.kept[kept.slot] = state.tokens[: kept.tokens]
 
 
 @dataclass

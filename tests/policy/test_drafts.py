@@ -59,9 +59,9 @@ class Drafting(Faulty):
             assert sequence.num_registered * self.block_size <= sequence.num_computed < len(sequence.tokens)
         for sequence in self.sequences:
             found = blocks.match([*sequence.tokens, 0], sequence.cache_salt)
-            for number, block in enumerate(found, 1):
-                known = tuple(sequence.tokens[: number * self.block_size])
-                assert self.executor.written[block, self.block_size - 1] == (0, known)
+            numbers = list(self.executor.numbered(sequence.tokens))
+            for number, block in zip(numbers[self.block_size - 1 :: self.block_size], found, strict=False):
+                assert self.executor.written[block, self.block_size - 1] == (0, number)
 
 
 @settings(max_examples=80, deadline=None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import selectors
 import socket
 import threading
 import time
@@ -72,13 +73,15 @@ def test_the_silent_are_closed_the_oldest_first(start_server: StartServer) -> No
     server = start_server(request_read_timeout=0.3)
     with crowd(server, 3) as silent:
         time.sleep(0.2)
-        with crowd(server, 1) as later:
-            assert [read_until(each, b"") for each in silent] == [b""] * 3
-            later[0].settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                later[0].recv(1)
-            later[0].settimeout(10)
-            assert read_until(later[0], b"") == b""
+        with crowd(server, 1) as later, selectors.EpollSelector() as ends:
+            for each in (*later, *silent):
+                ends.register(each, selectors.EVENT_READ)
+            closed = list[object]()
+            while len(closed) < 4:  # those that are ready come in the order in which they became so
+                for key, _ in ends.select(10):
+                    assert read_until(ends.unregister(key.fileobj).fileobj, b"") == b""  # type: ignore[arg-type]
+                    closed.append(key.fileobj)
+            assert closed == [*silent, *later]
 
 
 def test_a_crowd_comes_in_a_few_to_a_turn_and_in_its_order(

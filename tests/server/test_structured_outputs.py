@@ -215,9 +215,8 @@ def test_grammar_that_takes_too_long_is_given_up_while_others_go_on(
     for each in slow:
         assert "takes more than 3 s to compile (--grammar-timeout)" in refusal(each.result())
     assert server.service.grammars.num_checked == {"known": 0, "accepted": 4, "refused": 1}
-    began = time.monotonic()
     refusal(ask(server, guided_grammar=ENDLESS))
-    assert time.monotonic() - began < 1.0  # it is known
+    assert server.service.grammars.num_checked == {"known": 1, "accepted": 4, "refused": 1}
 
 
 def test_process_that_is_killed_or_runs_out_of_memory_is_replaced(

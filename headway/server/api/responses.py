@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -258,13 +259,17 @@ def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str,
     return {status: {"model": body, "description": _ERRORS[status]} for status in statuses}
 
 
-def json_body(*schemas: type[BaseModel]) -> dict[str, Any]:
-    """The request body of a route that parses its body itself, for `openapi_extra`."""
-    documents = [schema.model_json_schema(ref_template="#/components/schemas/{model}") for schema in schemas]
-    for document in documents:
-        document.pop("$defs", None)
-    content = documents[0] if len(documents) == 1 else {"anyOf": documents}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": content}}}}
+def json_body(*schemas: type[BaseModel]) -> Callable[[], dict[str, Any]]:
+    """Makes the description of the request body of a route that parses its body itself."""
+
+    def made() -> dict[str, Any]:
+        documents = [schema.model_json_schema(ref_template="#/components/schemas/{model}") for schema in schemas]
+        for document in documents:
+            document.pop("$defs", None)
+        content = documents[0] if len(documents) == 1 else {"anyOf": documents}
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": content}}}}
+
+    return made
 
 
 def definitions(*schemas: type[BaseModel]) -> dict[str, Any]:
@@ -302,16 +307,25 @@ def add_route(
     handler: Any,
     answer: type[BaseModel] | dict[str, Any],
     failures: dict[int | str, dict[str, Any]],
-    more: dict[str, Any] | None = None,
+    more: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
     in_schema: bool = True,
+    **options: Any,
 ) -> None:
     """Register a route on the app itself: routes of a router would be built at their first request.
 
     Args:
         answer: the body of its answer, or how OpenAPI describes it.
         failures: its error answers, from errors().
-        more: further keys of its description.
+        more: further keys of its description, or what makes them.
         in_schema: OpenAPI describes it.
+        options: that FastAPI takes, for its description.
     """
-    told = {200: answer if isinstance(answer, dict) else {"model": answer}, **failures}
-    app.add_api_route(path, handler, methods=[method], responses=told, openapi_extra=more, include_in_schema=in_schema)
+    app.add_api_route(path, handler, methods=[method], include_in_schema=False)
+
+    def describe(document: FastAPI) -> None:
+        told = {200: answer if isinstance(answer, dict) else {"model": answer}, **failures}
+        extra = more() if callable(more) else more
+        document.add_api_route(path, handler, methods=[method], responses=told, openapi_extra=extra, **options)
+
+    if in_schema:
+        app.state.described.append(describe)

@@ -159,13 +159,7 @@ class Routes:
             add("GET", "/debug/auto-tune", self.auto_tune, {}, {}, in_schema=False)
         if self._page is not None:
             add("GET", "/debug/live", self.live, {}, {}, in_schema=False)
-        app.add_api_route(
-            "/metrics",
-            self.metrics,
-            methods=["GET"],
-            response_class=Response,
-            responses={200: plain, **responses.errors(401)},
-        )
+        add("GET", "/metrics", self.metrics, plain, responses.errors(401), response_class=Response)
 
     # --- text generation ----------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from headway import LLM, BeamSearchParams
@@ -57,22 +58,27 @@ def test_the_openai_client_gets_the_texts_of_the_library(live: Live, expected: l
 
 
 def test_a_search_is_one_request_in_the_ledger_and_in_a_crash(live: Live, expected: list[str]) -> None:
-    answers: list[dict[str, Any]] = []
     body = {**ASKED, "best_of": 4, "prompt": PROMPT, "include_timings": True}
-    asking = threading.Thread(target=lambda: answers.append(live.complete(**body)))
-    asking.start()
-    eventually(lambda: live.metric("num_requests_running") >= 1)
-    os.kill(live.engine_process().pid, signal.SIGKILL)
-    asking.join(90)
-    (answer,) = answers
-    assert [choice["text"] for choice in answer["choices"]] == expected
-    timings = answer["timings"]
-    assert sum(timings["phases_ns"].values()) == timings["e2e_ns"]
+    phases: dict[str, int] = {}
+    while "engine_lost" not in phases:  # a search may be over before the engine is killed
+        eventually(live.is_ready, 90)
+        answers: list[dict[str, Any]] = []
+        asking = threading.Thread(target=lambda answers=answers: answers.append(live.complete(**body)))
+        asking.start()
+        eventually(lambda answers=answers: bool(answers) or live.metric("num_requests_running") >= 1)
+        os.kill(live.engine_process().pid, signal.SIGKILL)
+        asking.join(90)
+        (answer,) = answers
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        phases = answer["timings"]["phases_ns"]
+        assert sum(phases.values()) == answer["timings"]["e2e_ns"]
 
 
 def test_a_client_that_leaves_a_search_leaves_nothing_behind(live: Live) -> None:
     eventually(live.is_ready, 90)
     body = {**ASKED, "prompt": PROMPT, "max_tokens": 700, "ignore_eos": True}
-    with pytest.raises(httpx.ReadTimeout):
-        live.http.post("/v1/completions", json=body, timeout=0.3)
+    leaver = http.client.HTTPConnection(live.url.removeprefix("http://"))
+    leaver.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    eventually(lambda: live.metric("num_requests_running") >= 1)
+    leaver.close()
     eventually(live.is_idle)
