@@ -63,6 +63,8 @@ OPTIONS = {
     "--tp": ("--tensor-parallel-size",),
     "--tp-size": ("--tensor-parallel-size",),
     "--pp-size": ("--pipeline-parallel-size",),
+    "--headless": ("--node-rank",),
+    "--dist-init-addr": ("--master-addr",),
     "--num-threads": ("--threads",),
     "-t": ("--threads",),
     "--url": ("--base-url",),

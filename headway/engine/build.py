@@ -113,7 +113,7 @@ def _build(
     stages = _Stages(on_stage)
     with stages.timed("prepare"):
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
-        start = prepare(config, memory, started)
+        start = prepare(config, memory, started, stages.say)
     config, device, followers = start.config, start.device, start.followers
     with stages.timed("choose_kernels"):
         chosen = start.kernels.choose(start.dtype, start.scheme)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,20 +30,35 @@ def in_ranks(
     run: Callable[[CpuKernels, CpuRanks], T],
     whole_experts: bool = False,
     stages: int = 1,
+    machines: int = 1,
 ) -> list[T]:
-    """What each rank returns, those of the last stage first. One that raises ends the waiting of the others."""
-    memory, ranks = os.memfd_create("ranks-of-a-test"), count * stages
-    os.ftruncate(memory, board_bytes(ranks, hidden, vocab))
-    boards = [RankBoard(memory, number, ranks, []) for number in range(ranks)]
-    os.close(memory)
+    """What each rank returns, those of the last stage first. One that raises ends the waiting of the others.
+
+    Args:
+        machines: on which ranks that follow each other have one memory; others only have narrow connections.
+    """
+    ranks = count * stages
+    on_each = ranks // machines
+    memories = [os.memfd_create("ranks-of-a-test") for _ in range(machines)]
+    for memory in memories:
+        os.ftruncate(memory, board_bytes(ranks, hidden, vocab))
+    boards = [RankBoard(memories[number // on_each], number, ranks, {}) for number in range(ranks)]
+    for memory in memories:
+        os.close(memory)
     threads = torch.get_num_threads()
+    sockets: list[dict[int, socket.socket]] = [{} for _ in boards]
+    for a, b in itertools.combinations(range(ranks), 2):
+        if a // on_each != b // on_each:
+            sockets[a][b], sockets[b][a] = socket.socketpair()
+            sockets[a][b].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
 
     def one(board: RankBoard) -> T:
         torch.set_num_threads(threads)  # which each thread has of its own
         kernels = CpuKernels()
         try:
             share = Share.of(board.number, count, whole_experts, stages)
-            return run(kernels, kernels.ranks(board, share, hidden, vocab))
+            connections = {other: each.fileno() for other, each in sockets[board.number].items()}
+            return run(kernels, kernels.ranks(board, share, hidden, vocab, connections))
         except BaseException:
             board.stop()
             raise

@@ -212,11 +212,21 @@ class FurtherKernels:
             self._team.time_jobs(wanted)
         return self._team.times
 
-    def ranks(self, board: RankBoard, share: Share, hidden: int, vocab: int) -> CpuRanks:
-        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks."""
+    def ranks(
+        self, board: RankBoard, share: Share, hidden: int, vocab: int, connections: dict[int, int] | None = None
+    ) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks.
+
+        Args:
+            connections: see Links; of ranks on one machine there are none.
+        """
         from headway.kernels.cpu.ranks import CpuRanks
 
-        return CpuRanks(self._team, board, share, hidden, vocab)
+        if not connections:
+            return CpuRanks(self._team, board, share, hidden, vocab)
+        from headway.kernels.cpu.rank_links import LinkedRanks, Links
+
+        return LinkedRanks(self._team, board, share, hidden, vocab, Links(connections, board))
 
 
 def _spans(step: StepGeometry) -> Tensor:
