@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -55,19 +56,22 @@ def test_without_ray_or_a_cluster_it_is_one_line(folder: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_stage_on_another_node_is_replaced(folder: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are those of one machine. When the actor's rank dies, so does the actor, and Ray starts another."""
+    """Its tokens are those of one machine. Its rank is killed, and then its actor; each time Ray starts another."""
     monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
     one = LLM(str(folder), **SETTINGS)
     expected = tokens_of(ask(one))[0]
     async with running(folder, SETTINGS_OF_RAY) as client:
         assert await tokens_from(client, "one", PROMPTS[0], 24) == expected
         whole = await tokens_from(client, "whole", PROMPTS[0])
-        (rank,) = _followers()
-        answer = [tokens_from(client, "again", PROMPTS[0])]
-        os.kill(rank.pid, signal.SIGKILL)
-        await until(lambda: client.restarts == 1, 30)
-        assert f"rank 1 (pid {rank.pid}) died: SIGKILL" in client.last_error
-        assert await answer[0] == whole
+        for number in range(2):
+            (rank,) = _followers()
+            answer = asyncio.create_task(tokens_from(client, f"again{number}", PROMPTS[0]))
+            await until(lambda: client.stats is not None and client.stats.num_running == 1)
+            os.kill(rank.ppid() if number else rank.pid, signal.SIGKILL)
+            await until(lambda count=number: client.restarts == count + 1)  # type: ignore[misc]
+            said = "is gone" if number else f", rank 1 (pid {rank.pid}) died: SIGKILL"
+            assert client.last_error.startswith("on node 1" if not number else "node 1") and said in client.last_error
+            assert await answer == whole
     began = time.monotonic()
     while _followers():
         assert time.monotonic() - began < 20, "actors end with the engine"
