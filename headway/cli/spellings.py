@@ -63,6 +63,7 @@ OPTIONS = {
     "--tp": ("--tensor-parallel-size",),
     "--tp-size": ("--tensor-parallel-size",),
     "--pp-size": ("--pipeline-parallel-size",),
+    "--prefill-context-parallel-size": ("--context-parallel-size",),
     "--num-threads": ("--threads",),
     "-t": ("--threads",),
     "--url": ("--base-url",),

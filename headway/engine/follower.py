@@ -22,8 +22,12 @@ from torch import Tensor
 from headway.engine.layout import ModelInput
 from headway.engine.ranks import Assignment, Fill, Pool, Step, ToRank, share_of
 from headway.engine.runner import Runner
+from headway.engine.weight_cache import WeightCache
+from headway.kernels.cpu.context import ContextKernels
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import RankBoard
+from headway.kernels.cpu.ranks import board_bytes
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -77,14 +81,21 @@ def main(memory: int, bell: int, parent: int) -> int:
     except ValueError as error:  # rank 0 meets most of these itself, and says so
         sys.stderr.write(f"rank {own.number}: {' '.join(str(error).split())}\n")
         return 1
-    _follow(own, model, board, parent)
+    _follow(own, model, board, parent, memory)
     return 0
 
 
 def _load(own: Assignment, board: RankBoard) -> Decoder:
-    """This rank's part of the model. Raises ValueError as load_model() does."""
-    config, folder, kernels = own.config, resolve_model(own.config.model), CpuKernels()
-    model = ModelConfig.from_folder(folder)
+    """This rank's part of the model, or all of it. Raises ValueError as load_model() does."""
+    config, folder, known, ranks = own.config, resolve_model(own.config.model), None, None
+    model, kernels = ModelConfig.from_folder(folder), CpuKernels()
+    if config.context_parallel_size > 1:
+        kernels = ContextKernels(board, config.block_size)
+        kernels.shares = True
+        cache = WeightCache.of(config)
+        known = None if cache is None else cache.mapped(kernels.named)
+    else:
+        ranks = kernels.ranks(board, share_of(config, own.number), model.shape.hidden, model.shape.vocab)
     return load_model(
         folder,
         resolve_dtype(config.dtype, model),
@@ -93,24 +104,31 @@ def _load(own: Assignment, board: RankBoard) -> Decoder:
         seed=config.seed,
         max_model_len=own.max_model_len,
         quantization=rounds_to(config.quantization, model.packed),
+        weights=known,
         attention_sinks=config.sinks(model.shape.max_positions, own.max_model_len),
-        ranks=kernels.ranks(board, share_of(config, own.number), model.shape.hidden, model.shape.vocab),
+        ranks=ranks,
     )
 
 
-def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> None:
-    """Do what rank 0 says, until it is gone."""
+def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int, memory: int) -> None:
+    """Do what rank 0 says, until it is gone.
+
+    Args:
+        memory: see main().
+    """
     decoder, runner = msgspec.msgpack.Decoder(ToRank), None
     while data := board.receive(lambda: os.getppid() != parent):
         message = decoder.decode(data)
         try:
             if isinstance(message, Pool):
-                runner = _runner(own, message, model)
+                runner = _runner(own, message, model, memory)
                 gc.freeze()
             elif isinstance(message, Fill):
                 assert runner is not None and runner.adapters is not None
                 runner.filling[message.slot] = runner.adapters.fill(message.digest, message.path, message.slot)
             elif runner is not None:
+                if message.parts:
+                    message.plan.scheduled = message.parts[own.number - 1]
                 _step(runner, message)
         except Exception:
             traceback.print_exc()
@@ -118,11 +136,14 @@ def _follow(own: Assignment, model: Decoder, board: RankBoard, parent: int) -> N
         board.done()
 
 
-def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
+def _runner(own: Assignment, pool: Pool, model: Decoder, memory: int) -> Follower:
+    shape, pages = model.config.shape, None
+    if pool.shared_bytes:
+        pages = SharedPages(memory, board_bytes(own.count, shape.hidden, shape.vocab), pool.shared_bytes)
     cache_dtype = KV_CACHE_DTYPES[own.config.kv_cache_dtype] or model.dtype
     sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
     more = pool.checkpoints, pool.groups
-    runner = Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)
+    runner = Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more, pages=pages)
     runner.filling = {}
     if own.config.lora_slots:
         from headway.engine.adapters import adapters_of

@@ -80,21 +80,24 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
     if sinks is not None:
         model = model.with_attention_sinks(sinks)
     followers = _followers(config, model, device, started)  # which may bind this thread, and so those of kernels
-    kernels = kernels_for(str(device), dtype, memory)
+    shares = followers is not None and config.context_parallel_size > 1
+    kernels = followers.kernels(memory) if followers and shares else kernels_for(str(device), dtype, memory)
     return Prepared(config, device, folder, model, dtype, cache_dtype, scheme, asked_len, sinks, kernels, followers)
 
 
 def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
-    """The processes with the other parts of the model, which begin to load; None where there are none.
+    """The processes of the other ranks, which begin to load; None where there are none.
 
     Raises EngineError or ModelError where the model, the device or an option cannot be shared.
     """
-    if config.ranks == 1:
+    if config.processes == 1:
         return None
+    options = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    asked = next(f"{option} is {size}" for option in options if (size := getattr(config, option)) > 1)
     if device.type != "cpu":
-        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        asked = f"{option} is {getattr(config, option)}"
         raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
+    if config.context_parallel_size > 1 and model.shape.recurrent:
+        raise EngineError(f"{asked}, but a recurrent layer computes each token from the one before; leave it out")
     from headway.engine.ranks import Followers
 
     followers = Followers(config, model)

@@ -1,13 +1,16 @@
-"""Rank 0 of an engine whose model several processes share: it starts the others, and has them run its plans.
+"""Rank 0 of an engine of several processes: it starts the others, and has them run its plans.
 
 Each rank has a part of every layer and of the KV cache. Rank 0 also has the scheduler, the sampler and all else, and is
 the only one that others know. A plan goes to the other ranks as it is, and all run it; within a step they add up what
 each has computed (`kernels.cpu.ranks`). Nothing comes back: rank 0 sees the same sums, and all of the logits.
+
+With context parallelism, each rank has the whole model, and computes some rows of a step into one KV cache of all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import signal
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import chain
 
 import msgspec
 import torch
@@ -25,22 +29,26 @@ from headway.engine.executor import EngineFault
 from headway.engine.host import Core, physical_cores, shared_out, usable_threads
 from headway.engine.memory import Groups, bytes_per_block
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN, main_thread
+from headway.kernels.cpu.context import ContextKernels
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import MOST_RANKS, RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
 from headway.kernels.interface import Kernels
 from headway.kernels.ranks import Share
 from headway.models.config import ModelConfig, ModelError
 from headway.models.sharding import part_of
-from headway.policy.step.plan import StepPlan
+from headway.policy.step.plan import ScheduledSequence, StepPlan
 
 _LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
 _PAUSE_S = 0.0005
+_ROOM_BYTES = 1 << 20  # beside the blocks of a KV pool that ranks share: each tensor begins where a cache line does
 _encoder = msgspec.msgpack.Encoder()
 
 
 def share_of(config: EngineConfig, number: int) -> Share:
     """What the rank of this number has of the model."""
+    number %= config.ranks
     return Share.of(number, config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size)
 
 
@@ -62,7 +70,11 @@ class Assignment(msgspec.Struct, array_like=True):
 
 
 class Pool(msgspec.Struct, array_like=True, tag=True):
-    """The sizes of the KV pool, which are the same for all ranks; see Runner."""
+    """The sizes of the KV pool, which are the same for all ranks; see Runner.
+
+    Args:
+        shared_bytes: of the memory that all ranks have for it; 0: each has a pool of its own.
+    """
 
     num_blocks: int
     max_num_seqs: int
@@ -70,6 +82,7 @@ class Pool(msgspec.Struct, array_like=True, tag=True):
     host_blocks: int
     checkpoints: int
     groups: list[list[tuple[int, ...]]]
+    shared_bytes: int = 0
 
 
 class Step(msgspec.Struct, array_like=True, tag=True):
@@ -79,12 +92,14 @@ class Step(msgspec.Struct, array_like=True, tag=True):
         begins: it is a step, or the first micro-batch of one; the others go on with it.
         forgotten: sequences that have finished or were preempted before it.
         recovers: the step before it has failed.
+        parts: what each rank behind the first computes of the plan; empty where all compute all of it.
     """
 
     plan: StepPlan
     begins: bool = False
     forgotten: list[int] = []
     recovers: bool = False
+    parts: list[list[ScheduledSequence]] = []
 
 
 class Fill(msgspec.Struct, array_like=True, tag=True):
@@ -108,9 +123,10 @@ class Followers:
         model: of the whole model.
 
     Attributes:
+        threads: of each rank in a step that all run.
         fault: why steps cannot be run any more; empty while they can.
         processors: those that each rank is bound to; empty where they are bound to none. Rank 0 is this thread, and
-            those that it starts from now on.
+            those that it starts from now on. Where each rank has the whole model, it may be on those of all.
         serves: the engine has started, so that a rank must end its part of a step within the limit.
 
     Raises:
@@ -119,17 +135,18 @@ class Followers:
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
-        self.count = config.ranks
+        self.count, shares_rows = config.processes, config.context_parallel_size > 1
         if self.count > MOST_RANKS:
-            raise ModelError(
-                f"tensor_parallel_size times pipeline_parallel_size is {self.count}; there can be {MOST_RANKS} ranks"
-            )
-        self._parts = [part_of(model, share_of(config, number)) for number in range(self.count)]
+            sizes = "context_parallel_size" if shares_rows else "tensor_parallel_size times pipeline_parallel_size"
+            raise ModelError(f"{sizes} is {self.count}; there can be {MOST_RANKS} ranks")
+        self._parts = [part_of(model, share_of(config, number)) for number in range(config.ranks)]
+        self.threads = max(1, torch.get_num_threads() // config.context_parallel_size)
         self._config, self._timeout_s = config, config.rank_timeout
         self.fault, self.serves = "", False
         self._is_over = False
         memory = os.memfd_create("headway-ranks")
-        os.ftruncate(memory, board_bytes(self.count, model.shape.hidden, model.shape.vocab))
+        self._board_bytes = board_bytes(self.count, model.shape.hidden, model.shape.vocab)
+        os.ftruncate(memory, self._board_bytes)
         self._bells = [os.eventfd(0) for _ in range(1, self.count)]
         self._descriptors = [memory, *self._bells]
         self.board = RankBoard(memory, 0, self.count, self._bells)
@@ -144,7 +161,7 @@ class Followers:
             raise self._failed_start
         self.processors = self._claim_cores() if config.bind_ranks else []
         if self.processors:
-            os.sched_setaffinity(0, self.processors[0])
+            os.sched_setaffinity(0, chain(*self.processors) if shares_rows else self.processors[0])
 
     def _claim_cores(self) -> list[list[int]]:
         """The processors of each rank, whose cores no other engine has claimed for its ranks; empty if too few.
@@ -155,7 +172,7 @@ class Followers:
         if usable_threads() < len(cores):
             return []
         claims = {core: claim for core in cores if (claim := _claim(core)) is not None}
-        shares = shared_out(claims, self.count, torch.get_num_threads())
+        shares = shared_out(claims, self.count, self.threads)
         self._claims = [claims.pop(core) for share in shares for core in share]
         for claim in claims.values():
             claim.close()
@@ -165,20 +182,34 @@ class Followers:
         """Have the other ranks load their parts. See load_model()."""
         for number, process in enumerate(self._processes, 1):
             bound = self.processors[number] if self.processors else []
-            assignment = Assignment(self._config, number, self.count, torch.get_num_threads(), bound, max_model_len)
+            assignment = Assignment(self._config, number, self.count, self.threads, bound, max_model_len)
             with contextlib.suppress(OSError):  # the watching thread says that it has died
                 assert process.stdin is not None
                 process.stdin.write(_encoder.encode(assignment))
                 process.stdin.close()
 
-    def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks:
-        """What layers of this process say to the others."""
+    def kernels(self, memory: mmap.mmap | None) -> ContextKernels:
+        """This process's kernels, where each rank has the whole model. See CpuKernels."""
+        return ContextKernels(self.board, self._config.block_size, memory)
+
+    def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks | None:
+        """What layers of this process say to the others; None where they are whole."""
+        if self._config.ranks == 1:
+            return None
         assert isinstance(kernels, CpuKernels)
         return kernels.ranks(self.board, share_of(self._config, 0), model.shape.hidden, model.shape.vocab)
 
     def bytes_per_block(self, dtype: torch.dtype, groups: Groups) -> int:
         """Bytes of a block of the KV cache in all ranks. See bytes_per_block()."""
         return sum(bytes_per_block(part.caches, self._config.block_size, dtype, groups) for part in self._parts)
+
+    def shared_bytes(self, num_blocks: int, block_bytes: int) -> int:
+        """Bytes of a KV pool that all ranks have together, see Pool; 0 where each has its own."""
+        return (num_blocks + 1) * block_bytes + _ROOM_BYTES if self._config.context_parallel_size > 1 else 0
+
+    def pages(self, shared_bytes: int) -> SharedPages | None:
+        """The memory of that pool."""
+        return SharedPages(self._descriptors[0], self._board_bytes, shared_bytes) if shared_bytes else None
 
     def allocate(self, pool: Pool) -> None:
         """Have the other ranks allocate their parts of the KV pool, which have loaded then.
