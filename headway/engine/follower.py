@@ -88,9 +88,9 @@ def main(memory: int, bell: int, parent: int) -> int:
 def _load(own: Assignment, board: RankBoard) -> Decoder:
     """This rank's part of the model, or all of it. Raises ValueError as load_model() does."""
     config, folder, known, ranks = own.config, resolve_model(own.config.model), None, None
-    model, kernels = ModelConfig.from_folder(folder), CpuKernels()
-    if config.context_parallel_size > 1:
-        kernels = ContextKernels(board, config.block_size)
+    model = ModelConfig.from_folder(folder)
+    kernels = CpuKernels() if config.ranks > 1 else ContextKernels(board, config.block_size)
+    if isinstance(kernels, ContextKernels):
         kernels.shares = True
         cache = WeightCache.of(config)
         known = None if cache is None else cache.mapped(kernels.named)

@@ -214,7 +214,7 @@ def test_ranks_that_have_the_whole_model_fill_their_slots(
     assert isinstance(executor, ContextExecutor)
     executor.shares = shares
     check(llm, home, expected, list(range(NUM_ADAPTERS + 1)))
-    assert shares.steps > NUM_ADAPTERS
+    assert shares.steps >= NUM_ADAPTERS // 2, "as many adapters as there are slots come in a step"
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=pytest.mark.gpu) for graphs in (True, False)])
