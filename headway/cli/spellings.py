@@ -65,6 +65,7 @@ OPTIONS = {
     "--pp-size": ("--pipeline-parallel-size",),
     "--headless": ("--node-rank",),
     "--dist-init-addr": ("--master-addr",),
+    "--prefill-context-parallel-size": ("--context-parallel-size",),
     "--num-threads": ("--threads",),
     "-t": ("--threads",),
     "--url": ("--base-url",),

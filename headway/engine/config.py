@@ -146,6 +146,15 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="N",
         ),
     ] = 1
+    context_parallel_size: Annotated[
+        int,
+        _engine(
+            "On a CPU, divide long prompts among so many processes (ranks), each with the whole model and a share of "
+            "--threads, where that is measured to be quicker.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
     enable_expert_parallel: Annotated[
         bool,
         _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
@@ -314,29 +323,47 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"pipeline_parallel_size is {self.pipeline_parallel_size}, and this process may use {processors} "
                 f"processors; give 1 to {most // self.tensor_parallel_size}"
             )
+        if not 1 <= self.context_parallel_size <= most:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most}"
+            )
+        if self.context_parallel_size > 1 and self.ranks > 1:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}, whose ranks have the whole model, and "
+                f"{self.ranks} ranks share it (tensor_parallel_size and pipeline_parallel_size); leave one of them out"
+            )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
             )
         method = None if self.speculative_config is None else self.speculative_config.method
-        if (method == "eagle3" and self.ranks > 1) or (method == "mtp" and self.pipeline_parallel_size > 1):
-            shared_by = "ranks" if method == "eagle3" else "stages"
+        shared_rows, processes = self.context_parallel_size > 1, self.processes
+        of_stages = method == "mtp" and self.pipeline_parallel_size > 1
+        if of_stages or (method == "eagle3" and processes > 1) or (method == "mtp" and shared_rows):
+            shared_by = "stages" if of_stages else "ranks"
             raise ValueError(
-                f"speculative_config: method {method!r} does not go with several {shared_by} ({self.ranks}), as what "
+                f"speculative_config: method {method!r} does not go with several {shared_by} ({processes}), as what "
                 "the head reads is divided; leave one of them out"
             )
-        if self.num_threads is not None and self.num_threads % self.ranks:
+        if self.num_threads is not None and self.num_threads % processes:
+            sizes = "context_parallel_size" if shared_rows else "tensor_parallel_size and pipeline_parallel_size"
             raise ValueError(
-                f"num_threads is {self.num_threads}, which cannot be divided among {self.ranks} ranks "
-                "(tensor_parallel_size and pipeline_parallel_size); give a multiple"
+                f"num_threads is {self.num_threads}, which cannot be divided among {processes} ranks ({sizes}); give a "
+                "multiple"
             )
         if self.role != "both":
             self._check_handover()
 
     @property
     def ranks(self) -> int:
-        """Processes that share the model."""
+        """Processes that each have a part of the model; 1 where each has all of it."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def processes(self) -> int:
+        """Processes that take part in steps."""
+        return self.ranks * self.context_parallel_size
 
     @property
     def machines(self) -> int:

@@ -24,9 +24,12 @@ from headway.engine.layout import ModelInput
 from headway.engine.local_ranks import Assignment
 from headway.engine.ranks import Fill, Pool, Step, ToRank, share_of, sizes_of
 from headway.engine.runner import Runner
+from headway.engine.weight_cache import WeightCache
+from headway.kernels.cpu.context import ContextKernels
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import RankBoard
-from headway.kernels.cpu.ranks import CpuRanks
+from headway.kernels.cpu.ranks import CpuRanks, board_bytes
 from headway.kernels.interface import KV_CACHE_DTYPES
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -81,14 +84,20 @@ def main(memory: int, bell: int, parent: int) -> int:
     except ValueError as error:  # rank 0 meets most of these itself, and says so
         sys.stderr.write(f"rank {own.number}: {' '.join(str(error).split())}\n")
         return 1
-    return _follow(own, model, board, ranks, parent)
+    return _follow(own, model, board, ranks, parent, memory)
 
 
-def _load(own: Assignment, board: RankBoard) -> tuple[Decoder, CpuRanks]:
-    """This rank's part of the model, and what it says to others. Raises ValueError as load_model() does."""
-    config, folder, kernels = own.config, resolve_model(own.config.model), CpuKernels()
+def _load(own: Assignment, board: RankBoard) -> tuple[Decoder, CpuRanks | None]:
+    """This rank's part of the model, or all of it, and what it says to others. Raises what load_model() does."""
+    config, folder, known, ranks = own.config, resolve_model(own.config.model), None, None
     model = ModelConfig.from_folder(folder)
-    ranks = kernels.ranks(board, share_of(config, own.number), *sizes_of(model), own.connections)
+    kernels = CpuKernels() if config.ranks > 1 else ContextKernels(board, config.block_size)
+    if isinstance(kernels, ContextKernels):
+        kernels.shares = True
+        cache = WeightCache.of(config)
+        known = None if cache is None else cache.mapped(kernels.named)
+    else:
+        ranks = kernels.ranks(board, share_of(config, own.number), *sizes_of(model), own.connections)
     loaded = load_model(
         folder,
         resolve_dtype(config.dtype, model),
@@ -97,25 +106,32 @@ def _load(own: Assignment, board: RankBoard) -> tuple[Decoder, CpuRanks]:
         seed=config.seed,
         max_model_len=own.max_model_len,
         quantization=rounds_to(config.quantization, model.packed),
+        weights=known,
         attention_sinks=config.sinks(model.shape.max_positions, own.max_model_len),
         ranks=ranks,
     )
     return loaded, ranks
 
 
-def _follow(own: Assignment, model: Decoder, board: RankBoard, ranks: CpuRanks, parent: int) -> int:
-    """Do what rank 0 says, until it is gone, or a rank on another machine cannot be reached; the exit code."""
+def _follow(own: Assignment, model: Decoder, board: RankBoard, ranks: CpuRanks | None, parent: int, memory: int) -> int:
+    """Do what rank 0 says, until it is gone, or a rank on another machine cannot be reached; the exit code.
+
+    Args:
+        memory: see main().
+    """
     decoder, runner = msgspec.msgpack.Decoder(ToRank), None
     while data := board.receive(lambda: os.getppid() != parent):
         message = decoder.decode(data)
         try:
             if isinstance(message, Pool):
-                runner = _runner(own, message, model)
+                runner = _runner(own, message, model, memory)
                 gc.freeze()
             elif isinstance(message, Fill):
                 assert runner is not None and runner.adapters is not None
                 runner.filling[message.slot] = runner.adapters.fill(message.digest, message.path, message.slot)
             elif runner is not None:
+                if message.parts:
+                    message.plan.scheduled = message.parts[own.number - 1]
                 _step(runner, message)
         except Exception:
             traceback.print_exc()
@@ -123,18 +139,21 @@ def _follow(own: Assignment, model: Decoder, board: RankBoard, ranks: CpuRanks, 
         board.done()
         if own.told >= 0:
             os.eventfd_write(own.told, 1)
-        if ranks.lost:
+        if ranks is not None and ranks.lost:
             time.sleep(_REASON_S)
             sys.stderr.write(f"rank {own.number}: the connection with rank {ranks.lost[0]} is gone\n")
             return 1
     return 0
 
 
-def _runner(own: Assignment, pool: Pool, model: Decoder) -> Follower:
+def _runner(own: Assignment, pool: Pool, model: Decoder, memory: int) -> Follower:
+    shape, pages = model.config.shape, None
+    if pool.shared_bytes:
+        pages = SharedPages(memory, board_bytes(own.count, shape.hidden, shape.vocab), pool.shared_bytes)
     cache_dtype = KV_CACHE_DTYPES[own.config.kv_cache_dtype] or model.dtype
     sizes = pool.num_blocks, own.config.block_size, pool.max_num_seqs, pool.max_model_len, pool.host_blocks
     more = pool.checkpoints, pool.groups
-    runner = Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more)
+    runner = Follower(model, model.kernels, model.device, cache_dtype, *sizes, *more, pages=pages)
     runner.filling = {}
     if own.config.lora_slots:
         from headway.engine.adapters import adapters_of

@@ -15,6 +15,7 @@ import msgspec
 from headway.engine.config import EngineConfig
 from headway.engine.host import Core, physical_cores, shared_out, usable_threads
 from headway.engine.watchdog import main_thread
+from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import board_bytes
 
@@ -85,17 +86,22 @@ class LocalRanks:
         tells: bool = False,
     ) -> None:
         self._config, self._numbers, self._connections = config, numbers, connections
+        self._board_bytes = board_bytes(config.processes, *sizes)
         self._started = [number for number in numbers if number > 0]
         memory = os.memfd_create("headway-ranks")
-        os.ftruncate(memory, board_bytes(config.ranks, *sizes))
+        os.ftruncate(memory, self._board_bytes)
         self._bells = {number: os.eventfd(0) for number in self._started}
         self.told = os.eventfd(0) if tells else -1
         self._memory, self._descriptors = memory, [memory, *self._bells.values(), *([self.told] if tells else [])]
         listeners = self._started if tells else None
-        self.board = RankBoard(memory, numbers[0], config.ranks, self._bells, listeners)
+        self.board = RankBoard(memory, numbers[0], config.processes, self._bells, listeners)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._claims: list[socket.socket] = []
         self.processors: list[list[int]] = []
+
+    def pages(self, size: int) -> SharedPages:
+        """So many bytes behind the board, which all have."""
+        return SharedPages(self._memory, self._board_bytes, size)
 
     def start(self) -> None:
         """Start the processes, which end with the thread that calls this. Raises OSError where one cannot be."""
@@ -127,7 +133,7 @@ class LocalRanks:
         for number, process in self._processes.items():
             bound = self.processors[number - self._numbers[0]] if self.processors else []
             connections = dict(self._connections.get(number, {}))
-            about = config, number, config.ranks, threads, bound, max_model_len, connections, self.told
+            about = config, number, config.processes, threads, bound, max_model_len, connections, self.told
             with contextlib.suppress(OSError):  # ended() says that it has died
                 assert process.stdin is not None
                 process.stdin.write(_encoder.encode(Assignment(*about)))

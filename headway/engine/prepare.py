@@ -84,7 +84,8 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack, 
         model = model.with_attention_sinks(sinks)
     # They may bind this thread, and so those of kernels.
     followers = _followers(config, model, folder, device, started, say)
-    kernels = kernels_for(str(device), dtype, memory)
+    shares = followers is not None and config.context_parallel_size > 1
+    kernels = followers.kernels(memory) if followers and shares else kernels_for(str(device), dtype, memory)
     return Prepared(config, device, folder, model, dtype, cache_dtype, scheme, asked_len, sinks, kernels, followers)
 
 
@@ -96,18 +97,20 @@ def _followers(
     started: ExitStack,
     say: Callable[[str], None],
 ) -> Followers | None:
-    """The processes with the other parts of the model, which begin to load; None where there are none.
+    """The processes of the other ranks, which begin to load; None where there are none.
 
     Raises EngineError or ModelError where the model, the device or an option cannot be shared.
     """
     if config.node_rank:
         raise EngineError(f"node_rank is {config.node_rank}; `headway serve` on that machine has its ranks join node 0")
-    if config.ranks == 1:
+    if config.processes == 1:
         return None
+    options = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    asked = next(f"{option} is {size}" for option in options if (size := getattr(config, option)) > 1)
     if device.type != "cpu":
-        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        asked = f"{option} is {getattr(config, option)}"
         raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
+    if config.context_parallel_size > 1 and model.shape.recurrent:
+        raise EngineError(f"{asked}, but a recurrent layer computes each token from the one before; leave it out")
     from headway.engine.ranks import Followers
 
     threads = torch.get_num_threads()
@@ -132,7 +135,7 @@ def _nodes(
         if len(placement.parts) > 1:
             return Nodes(*about, placement.parts, (placement.host, 0), placement.bring)
     if config.nnodes == 1:
-        return OneMachine(config.ranks)
+        return OneMachine(config.processes)
     each = config.ranks // config.nnodes
     parts = [range(first, first + each) for first in range(0, config.ranks, each)]
     say(f"waiting for {config.nnodes - 1} other nodes at {config.master_addr}:{config.master_port}")

@@ -1,18 +1,22 @@
-"""Rank 0 of an engine whose model several processes share: it starts the others, and has them run its plans.
+"""Rank 0 of an engine of several processes: it starts the others, and has them run its plans.
 
 Each rank has a part of every layer and of the KV cache. Rank 0 also has the scheduler, the sampler and all else, and is
 the only one that others know. A plan goes to the other ranks as it is, and all run it; within a step they add up what
 each has computed (`kernels.cpu.ranks`). Nothing comes back: rank 0 sees the same sums, and all of the logits. Ranks may
 be on several machines (`nodes`).
+
+With context parallelism, each rank has the whole model, and computes some rows of a step into one KV cache of all.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 
 import msgspec
 import torch
@@ -23,22 +27,26 @@ from headway.engine.local_ranks import LocalRanks, Look
 from headway.engine.memory import Groups, bytes_per_block
 from headway.engine.nodes import OneMachine
 from headway.engine.watchdog import STOPPED, WANTS_TO_RUN
+from headway.kernels.cpu.context import ContextKernels
 from headway.kernels.cpu.kernels import CpuKernels
+from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import MOST_RANKS, RankBoard
 from headway.kernels.cpu.ranks import CpuRanks
 from headway.kernels.interface import Kernels
 from headway.kernels.ranks import Share
 from headway.models.config import ModelConfig, ModelError
 from headway.models.sharding import part_of
-from headway.policy.step.plan import StepPlan
+from headway.policy.step.plan import ScheduledSequence, StepPlan
 
 _LOOKS_EVERY_S, _LOOKS_IN_LIMIT = 1.0, 8
 _PAUSE_S, _REASON_S = 0.0005, 1.0
+_ROOM_BYTES = 1 << 20  # beside the blocks of a KV pool that ranks share: each tensor begins where a cache line does
 _encoder = msgspec.msgpack.Encoder()
 
 
 def share_of(config: EngineConfig, number: int) -> Share:
     """What the rank of this number has of the model."""
+    number %= config.ranks
     return Share.of(number, config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size)
 
 
@@ -48,7 +56,11 @@ def sizes_of(model: ModelConfig) -> tuple[int, int]:
 
 
 class Pool(msgspec.Struct, array_like=True, tag=True):
-    """The sizes of the KV pool, which are the same for all ranks; see Runner."""
+    """The sizes of the KV pool, which are the same for all ranks; see Runner.
+
+    Args:
+        shared_bytes: of the memory that all ranks have for it; 0: each has a pool of its own.
+    """
 
     num_blocks: int
     max_num_seqs: int
@@ -56,6 +68,7 @@ class Pool(msgspec.Struct, array_like=True, tag=True):
     host_blocks: int
     checkpoints: int
     groups: list[list[tuple[int, ...]]]
+    shared_bytes: int = 0
 
 
 class Step(msgspec.Struct, array_like=True, tag=True):
@@ -65,12 +78,14 @@ class Step(msgspec.Struct, array_like=True, tag=True):
         begins: it is a step, or the first micro-batch of one; the others go on with it.
         forgotten: sequences that have finished or were preempted before it.
         recovers: the step before it has failed.
+        parts: what each rank behind the first computes of the plan; empty where all compute all of it.
     """
 
     plan: StepPlan
     begins: bool = False
     forgotten: list[int] = []
     recovers: bool = False
+    parts: list[list[ScheduledSequence]] = []
 
 
 class Fill(msgspec.Struct, array_like=True, tag=True):
@@ -94,12 +109,13 @@ class Followers:
         config: of the engine, which says how many ranks there are.
         model: of the whole model.
         join: waits for the machines that they are on.
-        threads: of a rank.
+        threads: of each rank that has a part of the model, or of all together where each has the whole model.
 
     Attributes:
+        threads: of each rank in a step that all run.
         fault: why steps cannot be run any more; empty while they can.
         processors: those that each rank of this machine is bound to; empty where they are bound to none. Rank 0 is this
-            thread, and those that it starts from now on.
+            thread, and those that it starts from now on. Where each has the whole model, it may be on those of all.
         serves: the engine has started, so that a rank must end its part of a step within the limit.
 
     Raises:
@@ -109,12 +125,13 @@ class Followers:
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, join: Callable[[], OneMachine], threads: int) -> None:
-        if config.ranks > MOST_RANKS:
-            raise ModelError(
-                f"tensor_parallel_size times pipeline_parallel_size is {config.ranks}; there can be {MOST_RANKS} ranks"
-            )
+        shares_rows = config.context_parallel_size > 1
+        if config.processes > MOST_RANKS:
+            sizes = "context_parallel_size" if shares_rows else "tensor_parallel_size times pipeline_parallel_size"
+            raise ModelError(f"{sizes} is {config.processes}; there can be {MOST_RANKS} ranks")
         self._parts = [part_of(model, share_of(config, number)) for number in range(config.ranks)]
-        self._config, self._timeout_s, self._threads = config, config.rank_timeout, threads
+        self.threads = max(1, threads // config.context_parallel_size)
+        self._config, self._timeout_s = config, config.rank_timeout
         self.fault, self.serves = "", False
         self._is_over = False
         self._ranks: CpuRanks | None = None
@@ -129,18 +146,24 @@ class Followers:
             self.end()
             raise self._failed_start
         if config.bind_ranks:
-            self._here.bind(threads)
+            self._here.bind(self.threads)
         self.processors = self._here.processors
         if self.processors:
-            os.sched_setaffinity(0, self.processors[0])
+            os.sched_setaffinity(0, chain(*self.processors) if shares_rows else self.processors[0])
 
     def assign(self, max_model_len: int) -> None:
         """Have the other ranks load their parts. See load_model()."""
         self._nodes.assign(max_model_len)
-        self._here.assign(self._config, self._threads, max_model_len)
+        self._here.assign(self._config, self.threads, max_model_len)
 
-    def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks:
-        """What layers of this process say to the others."""
+    def kernels(self, memory: mmap.mmap | None) -> ContextKernels:
+        """This process's kernels, where each rank has the whole model. See CpuKernels."""
+        return ContextKernels(self.board, self._config.block_size, memory)
+
+    def of(self, kernels: Kernels, model: ModelConfig) -> CpuRanks | None:
+        """What layers of this process say to the others; None where they are whole."""
+        if self._config.ranks == 1:
+            return None
         assert isinstance(kernels, CpuKernels)
         connections = dict(self._nodes.connections.get(0, {}))
         self._ranks = kernels.ranks(self.board, share_of(self._config, 0), *sizes_of(model), connections)
@@ -149,6 +172,14 @@ class Followers:
     def bytes_per_block(self, dtype: torch.dtype, groups: Groups) -> int:
         """Bytes of a block of the KV cache in all ranks. See bytes_per_block()."""
         return sum(bytes_per_block(part.caches, self._config.block_size, dtype, groups) for part in self._parts)
+
+    def shared_bytes(self, num_blocks: int, block_bytes: int) -> int:
+        """Bytes of a KV pool that all ranks have together, see Pool; 0 where each has its own."""
+        return (num_blocks + 1) * block_bytes + _ROOM_BYTES if self._config.context_parallel_size > 1 else 0
+
+    def pages(self, shared_bytes: int) -> SharedPages | None:
+        """The memory of that pool."""
+        return self._here.pages(shared_bytes) if shared_bytes else None
 
     def allocate(self, pool: Pool) -> None:
         """Have the other ranks allocate their parts of the KV pool, which have loaded then.
