@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ from headway.engine.watchdog import main_thread
 from headway.kernels.cpu.memory import SharedPages
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import board_bytes
+from headway.kernels.ranks import Connection
 
-Connections = Mapping[int, int]  # descriptors of TCP connections, by the rank at the other end
+Connections = Mapping[int, Connection]  # by the rank at the other end
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -40,7 +42,7 @@ class Assignment(msgspec.Struct, array_like=True):
     threads: int
     processors: list[int]
     max_model_len: int
-    connections: dict[int, int] = {}
+    connections: dict[int, Connection] = {}
     told: int = -1
 
 
@@ -109,7 +111,12 @@ class LocalRanks:
         for number, bell in self._bells.items():
             command = [sys.executable, "-m", "headway.engine", *map(str, (self._memory, bell, os.getpid()))]
             told = [self.told] if self.told >= 0 else []
-            given = [self._memory, bell, *told, *self._connections.get(number, {}).values()]
+            given = [
+                self._memory,
+                bell,
+                *told,
+                *(each.descriptor for each in self._connections.get(number, {}).values()),
+            ]
             self._processes[number] = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=given)
 
     def bind(self, threads: int) -> None:
@@ -170,6 +177,41 @@ class LocalRanks:
             taken.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+def linked_ranks(parts: list[range], tensor: int, node: int) -> list[tuple[int, int]]:
+    """Each pair of a rank of a node and a rank elsewhere that have to do with each other within a step.
+
+    One of them takes what the other writes, or they have the same number in stages that follow each other.
+
+    Args:
+        parts: the ranks of each node.
+        tensor: ranks that share each layer.
+    """
+    elsewhere = [rank for part in parts if part is not parts[node] for rank in part]
+    takes = {rank: _takers(parts, tensor, rank) for part in parts for rank in part}
+    pairs = itertools.product(parts[node], elsewhere)
+    return [(a, b) for a, b in pairs if abs(a - b) == tensor or b in takes[a] or a in takes[b]]
+
+
+def connections_of(parts: list[range], tensor: int, made: Mapping[int, Mapping[int, int]]) -> dict[int, Connections]:
+    """Connections of ranks, of which `made` has the descriptors, by rank and the rank at the other end."""
+    found = dict[int, Connections]()
+    for own, descriptors in made.items():
+        takers, first = _takers(parts, tensor, own), own // tensor * tensor
+        has_first = {rank for part in parts if first in part for rank in part}
+        found[own] = {
+            other: Connection(descriptor, other in takers, other in has_first)
+            for other, descriptor in descriptors.items()
+        }
+    return found
+
+
+def _takers(parts: list[range], tensor: int, rank: int) -> set[int]:
+    """The rank of each other node that takes, for all that share a rank's layers there, what this one writes."""
+    shares = [[other for other in part if other // tensor == rank // tensor] for part in parts]
+    own = next(share for share in shares if rank in share)
+    return {share[own.index(rank) % len(share)] for share in shares if share and share is not own}
 
 
 def claim(core: Core) -> socket.socket | None:

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from headway.engine.config import EngineConfig
-from headway.engine.local_ranks import LocalRanks
+from headway.engine.local_ranks import Connections, LocalRanks, connections_of, linked_ranks
 from headway.engine.nodes import (
     JOIN_S,
     Assign,
@@ -30,7 +30,6 @@ from headway.engine.nodes import (
     Wire,
     Work,
     content_of,
-    linked_ranks,
 )
 from headway.models.folder import resolve_model
 from headway.version import __version__
@@ -124,13 +123,11 @@ def _serve(config: EngineConfig, node: int, wire: Wire, door: Door, start: Start
         _Node(of_engine, wire, ranks, start.threads).run()
     finally:
         ranks.end()
-        for descriptor in [each for of_rank in connections.values() for each in of_rank.values()]:
-            os.close(descriptor)
+        for connection in [each for of_rank in connections.values() for each in of_rank.values()]:
+            os.close(connection.descriptor)
 
 
-def _connected(
-    config: EngineConfig, node: int, start: Start, parts: list[range], door: Door
-) -> dict[int, dict[int, int]]:
+def _connected(config: EngineConfig, node: int, start: Start, parts: list[range], door: Door) -> dict[int, Connections]:
     """The connections of this node's ranks: made to nodes before it, and awaited from those behind it."""
     made = dict[int, dict[int, int]]()
     pairs = linked_ranks(parts, start.config.tensor_parallel_size, node)
@@ -149,7 +146,7 @@ def _connected(
             pass
         if time.monotonic() > until:
             raise TimeoutError(f"not all ranks were connected within {JOIN_S:g} s")
-    return made
+    return connections_of(parts, start.config.tensor_parallel_size, made)
 
 
 class _Node:

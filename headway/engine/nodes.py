@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import os
 import secrets
 import select
@@ -23,7 +22,7 @@ import msgspec
 
 from headway.engine.config import EngineConfig, ModelOptions
 from headway.engine.frames import Frames, framed
-from headway.engine.local_ranks import Connections, Look
+from headway.engine.local_ranks import Connections, Look, connections_of, linked_ranks
 from headway.models.folder import weight_files
 from headway.version import __version__
 
@@ -250,20 +249,6 @@ def content_of(folder: Path) -> str:
     return found.hexdigest()
 
 
-def linked_ranks(parts: list[range], tensor: int, node: int) -> list[tuple[int, int]]:
-    """Each pair of a rank of a node and a rank elsewhere that have to do with each other within a step.
-
-    They share layers, or have the same number in stages that follow each other.
-
-    Args:
-        parts: the ranks of each node.
-        tensor: ranks that share each layer.
-    """
-    elsewhere = [rank for part in parts if part is not parts[node] for rank in part]
-    pairs = itertools.product(parts[node], elsewhere)
-    return [(a, b) for a, b in pairs if a // tensor == b // tensor or abs(a - b) == tensor]
-
-
 # --- node 0 -----------------------------------------------------------------------------------------
 
 
@@ -420,7 +405,7 @@ class Nodes(OneMachine):
             door.take_links(self._session, made)
             if time.monotonic() > until:
                 raise ValueError(f"the ranks of {len(self._parts)} nodes were not connected within {JOIN_S:g} s")
-        return dict(made)
+        return connections_of(self._parts, self._config.tensor_parallel_size, made)
 
     def assign(self, max_model_len: int) -> None:
         """See OneMachine."""
@@ -486,8 +471,8 @@ class Nodes(OneMachine):
     def end(self) -> None:
         """See OneMachine."""
         self.leave()
-        for descriptor in [each for of_rank in self.connections.values() for each in of_rank.values()]:
-            os.close(descriptor)
+        for connection in [each for of_rank in self.connections.values() for each in of_rank.values()]:
+            os.close(connection.descriptor)
         self.connections = {}
         for wire in self._wires.values():
             wire.close()

@@ -22,9 +22,10 @@ import pytest
 from headway import LLM, SamplingParams
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
+from headway.engine.local_ranks import linked_ranks
 from headway.engine.messages import AddRequest
 from headway.engine.node import run_node
-from headway.engine.nodes import Hello, Message, Nodes, Refused, Wire, content_of, linked_ranks
+from headway.engine.nodes import Hello, Message, Nodes, Refused, Wire, content_of
 from headway.engine.ranked import RankedExecutor
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.version import __version__
@@ -135,7 +136,8 @@ def test_ranks_are_linked_with_those_that_they_talk_to() -> None:
     """Stages of two ranks, on two machines and on four."""
     stages = [range(2), range(2, 4)]
     assert linked_ranks(stages, 2, 0) == [(0, 2), (1, 3)]
-    assert linked_ranks(stages, 4, 0) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    assert linked_ranks(stages, 4, 0) == [(0, 2), (1, 3)]
+    assert linked_ranks([range(3), range(3, 4)], 4, 1) == [(3, 0), (3, 1), (3, 2)]
     assert linked_ranks([range(n, n + 1) for n in range(4)], 2, 2) == [(2, 0), (2, 3)]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import HEADER_BYTES, MOST_RANKS, RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes, part_of_vocabulary
-from headway.kernels.ranks import Share
+from headway.kernels.ranks import Connection, Share
 from headway.kernels.weights import Weight
 from tests.models.ranks import in_ranks
 
@@ -121,6 +121,18 @@ def test_an_embedding_and_a_head_of_several_ranks(apart: bool, monkeypatch: pyte
     assert torch.equal(one, logits[:1])
 
 
+def test_of_several_ranks_on_each_machine_one_takes_what_comes() -> None:
+    """Sums go on while others of its machine are already at the next one, and use the same places again."""
+
+    def run(kernels: CpuKernels, ranks: CpuRanks) -> list[Tensor]:
+        layers = [ranks.summed_layer(lambda x, place=place: x * (ranks.number + place), place) for place in range(2)]
+        return [layers[number % 2](torch.full((40, HIDDEN), float(number))).clone() for number in range(200)]
+
+    for each in in_ranks(4, HIDDEN, VOCAB, run, machines=2):
+        for number, found in enumerate(each):
+            assert torch.equal(found, torch.full((40, HIDDEN), float(number * (6 + 4 * (number % 2)))))
+
+
 @pytest.fixture
 def boards() -> Iterator[list[RankBoard]]:
     memory, bells = os.memfd_create("board-of-a-test"), {1: os.eventfd(0), 2: os.eventfd(0)}
@@ -205,7 +217,7 @@ def test_a_connection_that_ends_or_makes_no_sense_ends_all_waiting(sent: bytes) 
     os.ftruncate(memory, board_bytes(2, HIDDEN, VOCAB))
     board, (ours, theirs) = RankBoard(memory, 0, 2, {}), socket.socketpair()
     os.close(memory)
-    ranks = CpuKernels().ranks(board, Share.of(0, 2, False, 1), HIDDEN, VOCAB, {1: ours.fileno()})
+    ranks = CpuKernels().ranks(board, Share.of(0, 2, False, 1), HIDDEN, VOCAB, {1: Connection(ours.fileno(), True)})
     assert ranks.lost == []
     if sent:
         theirs.sendall(sent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from headway.engine.local_ranks import connections_of, linked_ranks
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import RankBoard
 from headway.kernels.cpu.ranks import CpuRanks, board_bytes
@@ -47,8 +47,11 @@ def in_ranks(
         os.close(memory)
     threads = torch.get_num_threads()
     sockets: list[dict[int, socket.socket]] = [{} for _ in boards]
-    for a, b in itertools.combinations(range(ranks), 2):
-        if a // on_each != b // on_each:
+    parts = [range(first, first + on_each) for first in range(0, ranks, on_each)]
+    for node in range(machines):
+        for a, b in linked_ranks(parts, count, node):
+            if a > b:
+                continue
             sockets[a][b], sockets[b][a] = socket.socketpair()
             sockets[a][b].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
 
@@ -57,8 +60,9 @@ def in_ranks(
         kernels = CpuKernels()
         try:
             share = Share.of(board.number, count, whole_experts, stages)
-            connections = {other: each.fileno() for other, each in sockets[board.number].items()}
-            return run(kernels, kernels.ranks(board, share, hidden, vocab, connections))
+            made = {board.number: {other: each.fileno() for other, each in sockets[board.number].items()}}
+            connections = connections_of(parts, count, made)
+            return run(kernels, kernels.ranks(board, share, hidden, vocab, connections[board.number]))
         except BaseException:
             board.stop()
             raise

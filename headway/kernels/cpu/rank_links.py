@@ -13,6 +13,7 @@ its middle leaves frames behind, also half of one. They are of an earlier epoch,
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
@@ -31,14 +32,14 @@ from headway.kernels.cpu.rank_board import (
 from headway.kernels.cpu.ranks import CpuRanks
 from headway.kernels.cpu.simd import add_to, read_int64, read_shared, write_integer, write_shared
 from headway.kernels.cpu.team import Team
-from headway.kernels.ranks import Share
+from headway.kernels.ranks import Connection, Share
 
 # Words of the head of a frame. A line of -1 stands for no word.
 _EPOCH, _LINE, _VALUE, _PLACE, _SIZE = range(5)
 _HEAD_BYTES = 40
 # Words of a link: its descriptor (-1 where it is lost), the rank at its other end, bytes received of the frame that
-# comes, its head, bytes sent of the frame that goes (-1 where none does), and its head.
-_FD, _RANK, _GOT, _COMES, _GIVEN, _GOES = 0, 1, 2, 3, 8, 9
+# comes, its head, bytes sent of the frame that goes (-1 where none does), its head; and what Connection says.
+_FD, _RANK, _GOT, _COMES, _GIVEN, _GOES, _RECEIVES, _HAS_FIRST = 0, 1, 2, 3, 8, 9, 14, 15
 _LINK_WORDS = 16
 # Words for all links: how many there are, whose they are, the bytes of the board, and what poll() is given.
 _COUNT, _OWN, _BOARD_BYTES, _POLLED = range(4)
@@ -191,21 +192,21 @@ _MEET = struct.Struct("10q")
 def linked_meet_job() -> int:
     """The job that meets some ranks that follow each other, of which some are elsewhere.
 
-    These are given what this one has written: `rows` pieces of `size` bytes, `apart` from each other. `reader` is the
-    only rank that is; -1 stands for all.
+    One rank of each machine is given what this one has written: `rows` pieces of `size` bytes, `apart` from each other.
+    With `for_first`, only that of the first one's machine is.
     """
 
     def linked_meet(a: int) -> None:
         links, board, rank, first, count = arg(a, 0), arg(a, 1), arg(a, 2), arg(a, 3), arg(a, 4)
-        place, size, apart, rows, reader = arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
+        place, size, apart, rows, for_first = arg(a, 5), arg(a, 6), arg(a, 7), arg(a, 8), arg(a, 9)
         mine = word_of(board, rank, MET)
         turn = read_shared(mine) + 1
         write_shared(mine, turn)
         line = (mine - board) // LINE
         for index in range(read_int64(links, _COUNT)):
-            other = read_int64(_link(links, index), _RANK)
-            if first <= other < first + count:
-                pieces = rows if reader < 0 or reader == other else 0
+            link = _link(links, index)
+            if read_int64(link, _RECEIVES):
+                pieces = rows if for_first == 0 or read_int64(link, _HAS_FIRST) else 0
                 for row in range(pieces - 1):
                     _put(links, index, board, -1, 0, place + row * apart, size)
                 if pieces > 0:
@@ -253,19 +254,21 @@ class Links:
     """A rank's connections with ranks on other machines.
 
     Args:
-        connections: descriptors of TCP sockets, by the rank at the other end.
+        connections: by the rank at the other end.
         board: of this rank.
     """
 
-    def __init__(self, connections: dict[int, int], board: RankBoard) -> None:
+    def __init__(self, connections: Mapping[int, Connection], board: RankBoard) -> None:
         self.ranks = list(connections)
         self._words = np.zeros((_DROPPED_AT + _DROPPED_BYTES) // 8, np.int64)
         self.address = int(self._words.ctypes.data)
         self._words[[_COUNT, _OWN, _BOARD_BYTES]] = len(connections), board.number, len(board.mapping)
-        for index, (rank, descriptor) in enumerate(connections.items()):
-            self._words[_POLLED + index] = descriptor + _POLL_IN
-            at = _LINKS_AT + index * _LINK_WORDS
-            self._words[[at + _FD, at + _RANK, at + _GIVEN]] = descriptor, rank, -1
+        for index, (rank, each) in enumerate(connections.items()):
+            self._words[_POLLED + index] = each.descriptor + _POLL_IN
+            link = self._words[_LINKS_AT + index * _LINK_WORDS :]
+            link[[_FD, _RANK, _GIVEN, _RECEIVES, _HAS_FIRST]] = (
+                each.descriptor, rank, -1, each.receives, each.has_first,
+            )  # fmt: skip
 
     @property
     def lost(self) -> list[int]:
@@ -277,13 +280,16 @@ class LinkedRanks(CpuRanks):
     """CpuRanks of which some are on other machines.
 
     Args:
-        links: with all ranks elsewhere that this one has to do with.
+        links: with ranks elsewhere that this one has to do with. Of those that share its layers, one rank of each
+            machine takes what this one writes, and brings it to the board for all, who wait there.
+        apart: those that share its layers are on several machines.
     """
 
-    def __init__(self, team: Team, board: RankBoard, share: Share, hidden: int, vocab: int, links: Links) -> None:
+    def __init__(
+        self, team: Team, board: RankBoard, share: Share, hidden: int, vocab: int, links: Links, apart: bool
+    ) -> None:
         super().__init__(team, board, share, hidden, vocab)
-        self._links = links
-        self._meets_elsewhere = any(self._first <= rank < self._first + self.count for rank in links.ranks)
+        self._links, self._meets_elsewhere = links, apart
 
     @property
     def lost(self) -> list[int]:
@@ -302,8 +308,7 @@ class LinkedRanks(CpuRanks):
             size = written.element_size()
             piece = self._place_of(written), width * size, written.stride(0) * size, rows
         own = self._links.address, self._board.address, self._board.number, self._first, self.count
-        reader = self._first if for_first else -1
-        self._team.run_alone(linked_meet_job(), _MEET, (*own, *piece, reader))
+        self._team.run_alone(linked_meet_job(), _MEET, (*own, *piece, for_first))
 
     def _await(self, other: int, theirs: int, own: int, lead: int) -> None:
         if other not in self._links.ranks:
