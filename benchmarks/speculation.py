@@ -146,8 +146,8 @@ def right_by_chance(llm: LLM, texts: list[list[int]], acceptance: float) -> Iter
         model.run, model._chain = run, chain  # type: ignore[method-assign]
 
 
-def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM, dict[str, Speculator | None]]:
-    """An engine with a draft model, and what proposes drafts to it: nothing, n-grams, or the draft model too."""
+def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM, Speculator]:
+    """An engine with a draft model, and what proposes its drafts."""
     options: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": 1 << 30, "num_threads": arguments.threads}
     model, draft = str(STORY), str(DRAFT)
     if shape != "story":
@@ -159,16 +159,25 @@ def engine(arguments: argparse.Namespace, shape: str, folder: Path) -> tuple[LLM
     most = max(arguments.num_speculative_tokens)
     wanted = SpeculativeConfig(method="draft_model", model=draft, num_speculative_tokens=most)
     llm = LLM(model, speculative_config=wanted, **options)
-    scheduler, (speculator,) = llm.engine.core.scheduler, llm.engine.core.hooks
-    assert isinstance(speculator, Speculator) and speculator.model is not None
+    (speculator,) = llm.engine.core.hooks
+    assert isinstance(speculator, Speculator)
+    return llm, speculator
+
+
+def proposers(arguments: argparse.Namespace, llm: LLM, speculator: Speculator) -> dict[str, Speculator | None]:
+    """What proposes drafts to an engine, before it has learnt anything: nothing, n-grams, the draft model too."""
+    scheduler, model = llm.engine.core.scheduler, speculator.model
+    wanted = SpeculativeConfig(method="ngram")
+    assert model is not None
     made: dict[str, Speculator | None] = {"plain": None}
-    made["ngram"] = Speculator(NgramDrafter(wanted), most, scheduler)
-    for bound in arguments.num_speculative_tokens:
-        speculator.model.measure(drafting := Drafting(bound))
+    if "ngram" in arguments.drafters:
+        made["ngram"] = Speculator(NgramDrafter(wanted), max(arguments.num_speculative_tokens), scheduler)
+    for bound in arguments.num_speculative_tokens if "draft" in arguments.drafters else ():
+        model.measure(drafting := Drafting(bound))
         made[_drafts(arguments, bound)] = Speculator(
-            NgramDrafter(wanted), bound, scheduler, model=speculator.model, drafting=drafting
+            NgramDrafter(wanted), bound, scheduler, model=model, drafting=drafting
         )
-    return llm, made
+    return made
 
 
 def _drafts(arguments: argparse.Namespace, bound: int) -> str:
@@ -205,16 +214,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found, said = Rounds(), dict[str, dict[str, float]]()
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            llm, speculators = engine(arguments, shape, Path(folder))
-            speculators = {
-                name: each
-                for name, each in speculators.items()
-                if name == "plain" or name.partition(",")[0] in arguments.drafters
-            }
+            llm, speculator = engine(arguments, shape, Path(folder))
+            speculators = proposers(arguments, llm, speculator)
             vocab = llm.engine.runner.vocab_size
             params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
             loads = [load for load in arguments.loads if shape == "story" or load != "story"]
             for load in [*loads, *arguments.acceptance]:
+                if not isinstance(load, str):  # a draft model is as good as it is from the start
+                    speculators = proposers(arguments, llm, speculator)
                 for batch in arguments.batches:
                     kind = load if isinstance(load, str) else "random"
                     texts = [text_of(kind, index, arguments.new_tokens, vocab) for index in range(batch)]

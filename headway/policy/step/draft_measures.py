@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from itertools import pairwise
 
@@ -11,23 +12,34 @@ _FORGETTING, _ALL_FORGETTING, _OWN_FORGETTING = 0.99, 0.98, 0.95
 _PRIOR = 3.0  # a sequence's own hits count as much as those of all after so many drafts
 _COMMON = 0.8  # Leviathan et al. (2023) report 0.5 to 0.9 for drafts of models; what is hoped for is tried
 _LEAST_CHANCE = 0.05
-_STEPS_KEPT = 768
+_LEAST_KEPT, _MOST_KEPT = 32, 256  # steps
 _PACE_GAIN = 0.25
+_CHANGED = 1.15  # times that steps take longer or shorter than expected, from where the pace has changed
 
 
 class Pace:
     """How long steps take of late, as a multiple of what the same steps took before.
 
     A machine that others use too becomes slower and quicker within some steps, and then all sizes do. A size that was
-    measured while it was slow would else look worse than those that are measured now.
+    measured while it was slow would else look worse than those that are measured now. The pace follows large changes
+    alone, so on a steady machine it stays what it is.
+
+    Attributes:
+        changes: how often it has changed.
     """
 
     def __init__(self) -> None:
-        self.now = 1.0
+        self.now, self.changes = 1.0, 0
+        self._off = 1.0  # how many times as long as expected steps take of late
 
     def note(self, ratio: float) -> None:
         """A step took so many times as long as expected."""
-        self.now *= min(max(ratio, 0.5), 2.0) ** _PACE_GAIN
+        ratio = min(max(ratio, 0.5), 2.0)
+        self._off *= (ratio / self._off) ** _PACE_GAIN
+        if not 1.0 / _CHANGED < self._off < _CHANGED:
+            self.now *= self._off
+            self._off = 1.0
+            self.changes += 1
 
 
 class RowTimes:
@@ -49,8 +61,7 @@ class RowTimes:
         self._counts: dict[int, int] = {}
         self._ns: dict[int, float] = {}
         self._rows: list[int] = []  # that are known, in order
-        self._begun: set[int] = set()
-        self._recent: set[int] = set()
+        self._seen: dict[int, tuple[int, int]] = {}  # how often each was measured, and when last
         self._steps = 0
 
     def observe(self, rows: int, took_ns: int) -> float:
@@ -59,20 +70,18 @@ class RowTimes:
         Returns:
             the nanoseconds that count: a step that was held up counts as twice as long as expected at most.
         """
-        if rows not in self._begun:
-            self._begun.add(rows)
+        times, _ = self._seen.get(rows, (-1, 0))
+        self._seen[rows] = times + 1, self._steps
+        if times < 0:
             return 0.0
         self._steps += 1
-        if self._steps % _STEPS_KEPT == 0:
-            self._ns = {each: ns for each, ns in self._ns.items() if each in self._recent}
-            self._rows = sorted(self._ns)
-            self._recent.clear()
-        self._recent.add(rows)
+        if self._steps % _LEAST_KEPT == 0:
+            self._forget()
         known, pace = self._ns.get(rows), self.pace
         if known is not None and self._leads:
             pace.note(took_ns / pace.now / known)
         own = took_ns / pace.now
-        counted = max(1.0, own if known is None else min(own, 2.0 * known))
+        counted = max(1.0, min(own, self._dearest(rows) if known is None else 2.0 * known))
         count = self._counts[rows] = 1 if known is None else min(self._counts[rows] + 1, self._memory)
         self._ns[rows] = now = counted if known is None else known + (counted - known) / count
         if known is None:
@@ -82,6 +91,23 @@ class RowTimes:
                 break
             self._ns[smaller] = now  # it cannot take longer
         return counted * pace.now
+
+    def _dearest(self, rows: int) -> float:
+        """What a step takes at most: not longer than several of fewer rows one after the other."""
+        at = bisect_right(self._rows, rows) - 1
+        return self._ns[low] * rows / low if at >= 0 and (low := self._rows[at]) else math.inf
+
+    def _forget(self) -> None:
+        """Forget the sizes that were not measured for long, those soonest that were measured least often."""
+        for rows in self._rows:
+            times, last = self._seen[rows]
+            if self._steps - last > min(_LEAST_KEPT << times, _MOST_KEPT):
+                del self._ns[rows]
+        self._rows = sorted(self._ns)
+
+    def times(self, rows: int) -> int:
+        """How often a step of so many rows was measured."""
+        return self._seen.get(rows, (0, 0))[0]
 
     def known_ns(self, rows: int) -> float | None:
         """The nanoseconds of a step of so many rows; None where none was measured."""

@@ -43,6 +43,7 @@ _MEMORY_ALONE = 32
 # How much longer steps without drafts may take than those that were left alone, as a share, so that it counts no
 # further: more comes from others who use the machine. They do not take less. Right behind drafts, one may differ more.
 _EXCESS, _BEHIND_DRAFTS = 0.06, 0.5
+_BELIEVED = 4  # steps that merely have no drafts, before they are taken to take longer than those that are left alone
 
 
 class Proposal(msgspec.Struct, frozen=True, gc=False):
@@ -76,12 +77,13 @@ class Speculation:
         self.drafting = drafting
         self._built = self._most = most
         self._step_time = step_time
-        pace = Pace()
-        self._times, self._rates = RowTimes(pace=pace, leads=True), HitRates()
+        self._pace, self._changes = Pace(), 0
+        self._times, self._rates = RowTimes(pace=self._pace, leads=True), HitRates()
         self._alone = RowTimes(_MEMORY_ALONE)  # the times of steps that were left alone
         self._looking = RowTimes(_MEMORY_ALONE)  # those of others without drafts
+        self._left_alone: set[int] = set()  # of how many sequences some were
         if drafting is not None:
-            drafting.follow(pace)
+            drafting.follow(self._pace)
         self._standing: Mapping[int, Proposal] = {}
         self._credit_ns = 0.0  # what may be lost
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
@@ -125,9 +127,12 @@ class Speculation:
         self._sequences = sequences
         rested, drafted, had_drafted = self._rested, rows > sequences, self._has_drafted
         self._has_drafted = drafted
+        if self._changes != self._pace.changes:  # only times of one pace can be compared
+            self._changes = self._pace.changes
+            self._alone, self._looking = RowTimes(_MEMORY_ALONE), RowTimes(_MEMORY_ALONE)
         if rested > _SETTLING:
-            if not drafted and (rested <= _LOOKED_AT or rested % _SELDOM == 0):
-                self._alone.observe(sequences, took_ns)
+            if not drafted:
+                self._was_alone(sequences, took_ns)
             return
         self._busy += not rested
         behind_drafts = had_drafted and not drafted
@@ -140,7 +145,8 @@ class Speculation:
         if behind_drafts:
             counted = _near(float(took_ns), plain, _BEHIND_DRAFTS)
         elif rested or (counted and not drafted):
-            counted = max(plain, _near(self._looking.known_ns(sequences) or plain, plain, _EXCESS))
+            looking = self._looking.known_ns(sequences) if self._looking.times(sequences) >= _BELIEVED else plain
+            counted = max(plain, _near(looking or plain, plain, _EXCESS))
         elif not counted:
             self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
@@ -150,6 +156,14 @@ class Speculation:
             self._credit_ns += (_CREDIT_AT_START + self._further_credit) * plain
         self._plain_ns = plain
         self._credit_ns += _LOSS * counted * (not rested) + plain * new_tokens / sequences - counted
+
+    def _was_alone(self, sequences: int, took_ns: int) -> None:
+        """A step that was left alone took so long."""
+        self._left_alone.add(sequences)
+        if plain := self._plain_now_ns(sequences):
+            self._pace.note(took_ns / plain)
+        if self._rested <= _LOOKED_AT or self._rested % _SELDOM == 0:
+            self._alone.observe(sequences, took_ns)
 
     def _known_plain_ns(self, sequences: int) -> float | None:
         """What a step of so many sequences takes that is left alone; at first, that merely has no drafts."""
@@ -228,9 +242,9 @@ class Speculation:
     @property
     def _most_busy(self) -> int:
         """After how many steps some are left alone."""
-        if not self._alone.smallest:
+        if not self._left_alone:
             return _FIRST_AFTER
-        return _UNKNOWN_EVERY if self._alone.known_ns(self._sequences) is None else _PLAIN_EVERY
+        return _PLAIN_EVERY if self._sequences in self._left_alone else _UNKNOWN_EVERY
 
     def choose(
         self, proposals: Mapping[int, Proposal], decoding: int, with_prompts: bool = False
