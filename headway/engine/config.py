@@ -383,6 +383,15 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 "distributed_executor_backend is 'ray', but there is one rank and nothing to place; add "
                 "--pipeline-parallel-size, or leave it out"
             )
+        if self.distributed_executor_backend != "ray" and self.placement_strategy != "SPREAD":
+            raise ValueError(
+                f"placement_strategy is {self.placement_strategy}, but Ray is not asked to place anything; add "
+                "--distributed-executor-backend ray, or leave it out"
+            )
+        if self.distributed_executor_backend != "ray" and self.nnodes == 1 and self.master_addr != "127.0.0.1":
+            raise ValueError(
+                f"master_addr is {self.master_addr!r}, but there is one node; add --nnodes, or leave it out"
+            )
         if self.nnodes < 1 or self.ranks % self.nnodes:
             raise ValueError(
                 f"nnodes is {self.nnodes}, which cannot have equally many of {self.ranks} ranks (tensor_parallel_size "

@@ -138,7 +138,7 @@ def _nodes(
         return OneMachine(config.processes)
     each = config.ranks // config.nnodes
     parts = [range(first, first + each) for first in range(0, config.ranks, each)]
-    say(f"waiting for {config.nnodes - 1} other nodes at {config.master_addr}:{config.master_port}")
+    say(f"waiting for the other nodes ({config.nnodes - 1}) at {config.master_addr}:{config.master_port}")
     return Nodes(*about, parts, (config.master_addr, config.master_port), lambda address: None)
 
 

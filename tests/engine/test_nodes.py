@@ -239,6 +239,8 @@ def test_who_does_not_come_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         ({"nnodes": 2}, "nnodes is 2, which cannot have equally many of 1 ranks"),
         ({"nnodes": 2, "pipeline_parallel_size": 3}, "nnodes is 2, which cannot have equally many of 3 ranks"),
         ({"node_rank": 1}, "node_rank is 1, and nnodes 1; give 0 to 0"),
+        ({"placement_strategy": "STRICT_PACK"}, "but Ray is not asked to place anything"),
+        ({"master_addr": "10.0.0.1"}, "master_addr is '10.0.0.1', but there is one node"),
         ({"distributed_executor_backend": "ray"}, "but there is one rank and nothing to place"),
         (
             {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2, "nnodes": 2},
