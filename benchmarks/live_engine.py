@@ -27,9 +27,11 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, StepsInOrder
 from headway.engine.messages import AddRequest
-from headway.engine.ranked import StagedExecutor
+from headway.engine.ranked import ContextExecutor, StagedExecutor
+from headway.policy.step.context_shares import ContextShares
 from headway.policy.step.micro_batches import MicroBatches
 from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.step_time import StepTimeModel, StepWork
 
 DTYPE = "bfloat16"
 BLOCK = 16
@@ -48,6 +50,13 @@ def engine_of(shape: str, **settings: Any) -> EngineCore:
         return build_engine(EngineConfig(**named, dtype=DTYPE, **settings)).core
 
 
+class _Always(ContextShares):
+    """Shares every step that can be."""
+
+    def _choice(self, whole: StepWork, part: StepWork) -> tuple[StepTimeModel, StepWork]:
+        return self._shared, part
+
+
 class LiveEngine:
     """The engine with a model of random weights, whose cache is full of random numbers.
 
@@ -58,6 +67,7 @@ class LiveEngine:
         ranks: processes that share each layer, and with those of all `stages` the threads.
         bind_ranks: to cores; this thread is bound while it is `bound`.
         whole_experts: these processes have whole experts.
+        context_ranks: processes that share the rows of all prompts that can be divided, whether that is quicker or not.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class LiveEngine:
         stages: int = 1,
         whole_experts: bool = False,
         bind_ranks: bool = True,
+        context_ranks: int = 1,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + MOST_ADMITTING + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -95,12 +106,15 @@ class LiveEngine:
                 pipeline_parallel_size=stages,
                 enable_expert_parallel=whole_experts,
                 bind_ranks=bind_ranks,
+                context_parallel_size=context_ranks,
             )
             before = os.sched_getaffinity(0)
             engine = build_engine(settings)
         self._processors = os.sched_getaffinity(0)
         os.sched_setaffinity(0, before)
         self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
+        if isinstance(engine.core.executor, ContextExecutor):
+            engine.core.executor.shares = _Always(context_ranks, BLOCK)
         for cache in self.runner.caches:
             for blocks in cache.tensors:
                 blocks.copy_(torch.randn(blocks.shape[1:]).to(blocks))

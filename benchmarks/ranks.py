@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
     parser.add_argument("--ranks", type=int, default=2, help="of a stage")
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--context-ranks", type=int, default=1, help="share the rows of prompts; with --ranks 1")
     parser.add_argument("--whole-experts", action="store_true", help="deal experts out whole to ranks")
     parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--threads", type=int, default=2, help="of one rank, and of all ranks together")
@@ -107,10 +108,11 @@ def main(argv: list[str] | None = None) -> None:
     prompt = max((size for what, size in points if what == "prefill"), default=1)
     sizes = SHAPES[args.shape], batch, args.context, prompt, args.threads
     more = {"stages": args.stages, "whole_experts": args.whole_experts, "bind_ranks": not args.unbound}
+    more |= {"context_ranks": args.context_ranks}
     engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks, **more)}
     found = measure(engines, points, args.context, args.rounds, args.budget, args.stages)
     rows = speeds(found)
-    ranks = args.ranks * args.stages
+    ranks = args.ranks * args.stages * args.context_ranks
     print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {ranks} ranks")
     for point, row in rows.items():
         spread = f"{row['least']:.2f} to {row['most']:.2f}"

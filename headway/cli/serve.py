@@ -102,6 +102,8 @@ def serve(
             fail(f"--tenants: {error}")
         engine.weights = server.tenants.table.weights
     engine.model = str(model_folder(model or NAME))
+    if engine.node_rank:
+        return _be_node(engine)
     server.root = model or NAME
     server.served_model_names = server.served_model_names or [short_name(server.root)]
     for module in engine.lora_modules:
@@ -110,6 +112,18 @@ def serve(
     server.priority_allowed = policy_class(engine.scheduling_policy).uses_priority
     _prepare_tuning(server, engine)
     _run(engine, server, chat_template, replay, engine_timeout)
+
+
+def _be_node(engine: EngineConfig) -> None:
+    """Have the ranks of this machine join those of node 0, until it is gone; or end the command."""
+    from headway.engine.node import run_node
+
+    signal.signal(signal.SIGTERM, _end)
+    with suppress(KeyboardInterrupt):
+        try:
+            run_node(engine, engine.node_rank, lambda line: print(line, file=sys.stderr, flush=True))
+        except ValueError as error:
+            fail(str(error))
 
 
 def _prepare_tuning(server: ServerSettings, engine: EngineConfig) -> None:

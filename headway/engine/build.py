@@ -113,7 +113,7 @@ def _build(
     stages = _Stages(on_stage)
     with stages.timed("prepare"):
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
-        start = prepare(config, memory, started)
+        start = prepare(config, memory, started, stages.say)
     config, device, followers = start.config, start.device, start.followers
     with stages.timed("choose_kernels"):
         chosen = start.kernels.choose(start.dtype, start.scheme)
@@ -221,6 +221,7 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
     seats = size.max_num_seqs or config.max_num_seqs
     host_blocks = _host_blocks(config, device, block_bytes, has_states=size.checkpoints is not None)
+    shared_bytes = 0 if start.followers is None else start.followers.shared_bytes(size.num_blocks, block_bytes)
     if config.kv_offload is not None:
         from headway.engine.offload import staged_blocks
 
@@ -240,6 +241,7 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
         graphs=not config.enforce_eager,
         folder=start.folder,
         draft_states=size.draft_states,
+        pages=None if start.followers is None else start.followers.pages(shared_bytes),
     )
     executor: Executor = runner
     ahead: AheadExecutor | None = runner if runner.runs_ahead else None
@@ -247,8 +249,9 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
         from headway.engine.ranked import StagedExecutor, executor_of
         from headway.engine.ranks import Pool
 
-        sizes = size.num_blocks, seats, size.max_model_len, host_blocks, size.checkpoints or 0
-        executor = executor_of(runner, start.followers, Pool(*sizes, groups), config.pipeline_parallel_size)
+        of_rank = 0 if shared_bytes else host_blocks
+        sizes = size.num_blocks, seats, size.max_model_len, of_rank, size.checkpoints or 0
+        executor = executor_of(runner, start.followers, Pool(*sizes, groups, shared_bytes), config)
         ahead = executor if isinstance(executor, StagedExecutor) and executor.runs_ahead else None
     return _Pool(size, runner, executor, ahead, block_bytes, draft_block_bytes)
 

@@ -118,8 +118,8 @@ class EngineConfig(SchedulingOptions, ModelOptions):
 
     Raises:
         ValueError: a step has fewer tokens than sequences, there are far more threads or ranks than processors, threads
-            cannot be divided among ranks, there is no such scheduling policy, speculative_config has a wrong value, or
-            a role lacks its key or does not go with another option.
+            cannot be divided among ranks, or ranks among machines, there is no such scheduling policy,
+            speculative_config has a wrong value, or a role lacks its key or does not go with another option.
     """
 
     model: str = ""
@@ -146,6 +146,15 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="N",
         ),
     ] = 1
+    context_parallel_size: Annotated[
+        int,
+        _engine(
+            "On a CPU, divide long prompts among so many processes (ranks), each with the whole model and a share of "
+            "--threads, where that is measured to be quicker.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
     enable_expert_parallel: Annotated[
         bool,
         _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
@@ -164,6 +173,36 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             metavar="SECONDS",
         ),
     ] = 30.0
+    nnodes: Annotated[
+        int,
+        _engine(
+            "On CPUs, divide the ranks among so many machines (nodes). Start `headway serve` on each, with the same "
+            "options and its --node-rank.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int, _engine("The number of this machine. Node 0 has the server, and others only ranks.", min=0, metavar="N")
+    ] = 0
+    master_addr: Annotated[
+        str, _engine("With --nnodes: the address of node 0, at which other nodes join.", metavar="HOST")
+    ] = "127.0.0.1"
+    master_port: Annotated[int, _engine("With --nnodes: its port for them.", min=1, max=65535)] = 29501
+    distributed_executor_backend: Annotated[
+        str,
+        _engine(
+            "ray has the Ray cluster at RAY_ADDRESS find machines for the ranks; mp starts them here, or by --nnodes.",
+            choices=("mp", "ray"),
+        ),
+    ] = "mp"
+    placement_strategy: Annotated[
+        str,
+        _engine(
+            "With Ray: SPREAD prefers a machine for each rank, STRICT_PACK keeps all on this one.",
+            choices=("SPREAD", "STRICT_PACK"),
+        ),
+    ] = "SPREAD"
     role: Annotated[
         str,
         _engine(
@@ -266,13 +305,14 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         if self.max_num_batched_tokens is not None:
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         policy_class(self.scheduling_policy)
+        self._check_nodes()
         processors = len(os.sched_getaffinity(0))
-        if self.num_threads is not None and self.num_threads > MOST_THREADS * processors:
+        most = MOST_THREADS * processors * max(1, self.machines)
+        if self.num_threads is not None and self.num_threads > most:
             raise ValueError(
                 f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
-                f"{MOST_THREADS * processors}, or leave it out for one per physical core"
+                f"{most}, or leave it out for one per physical core"
             )
-        most = MOST_THREADS * processors
         if not 1 <= self.tensor_parallel_size <= most:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, and this process may use {processors} "
@@ -283,29 +323,82 @@ class EngineConfig(SchedulingOptions, ModelOptions):
                 f"pipeline_parallel_size is {self.pipeline_parallel_size}, and this process may use {processors} "
                 f"processors; give 1 to {most // self.tensor_parallel_size}"
             )
+        if not 1 <= self.context_parallel_size <= most:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}, and this process may use {processors} "
+                f"processors; give 1 to {most}"
+            )
+        if self.context_parallel_size > 1 and self.ranks > 1:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}, whose ranks have the whole model, and "
+                f"{self.ranks} ranks share it (tensor_parallel_size and pipeline_parallel_size); leave one of them out"
+            )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
             )
         method = None if self.speculative_config is None else self.speculative_config.method
-        if (method == "eagle3" and self.ranks > 1) or (method == "mtp" and self.pipeline_parallel_size > 1):
-            shared_by = "ranks" if method == "eagle3" else "stages"
+        shared_rows, processes = self.context_parallel_size > 1, self.processes
+        of_stages = method == "mtp" and self.pipeline_parallel_size > 1
+        if of_stages or (method == "eagle3" and processes > 1) or (method == "mtp" and shared_rows):
+            shared_by = "stages" if of_stages else "ranks"
             raise ValueError(
-                f"speculative_config: method {method!r} does not go with several {shared_by} ({self.ranks}), as what "
+                f"speculative_config: method {method!r} does not go with several {shared_by} ({processes}), as what "
                 "the head reads is divided; leave one of them out"
             )
-        if self.num_threads is not None and self.num_threads % self.ranks:
+        if self.num_threads is not None and self.num_threads % processes:
+            sizes = "context_parallel_size" if shared_rows else "tensor_parallel_size and pipeline_parallel_size"
             raise ValueError(
-                f"num_threads is {self.num_threads}, which cannot be divided among {self.ranks} ranks "
-                "(tensor_parallel_size and pipeline_parallel_size); give a multiple"
+                f"num_threads is {self.num_threads}, which cannot be divided among {processes} ranks ({sizes}); give a "
+                "multiple"
             )
         if self.role != "both":
             self._check_handover()
 
     @property
     def ranks(self) -> int:
-        """Processes that share the model."""
+        """Processes that each have a part of the model; 1 where each has all of it."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def processes(self) -> int:
+        """Processes that take part in steps."""
+        return self.ranks * self.context_parallel_size
+
+    @property
+    def machines(self) -> int:
+        """The machines that ranks are on, or may be."""
+        if self.distributed_executor_backend == "ray":
+            return self.ranks if self.placement_strategy == "SPREAD" else 1
+        return self.nnodes
+
+    def _check_nodes(self) -> None:
+        if self.distributed_executor_backend == "ray" and self.nnodes > 1:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, but distributed_executor_backend is 'ray', which chooses machines itself; "
+                "leave one of them out"
+            )
+        if self.distributed_executor_backend == "ray" and self.ranks == 1:
+            raise ValueError(
+                "distributed_executor_backend is 'ray', but there is one rank and nothing to place; add "
+                "--pipeline-parallel-size, or leave it out"
+            )
+        if self.distributed_executor_backend != "ray" and self.placement_strategy != "SPREAD":
+            raise ValueError(
+                f"placement_strategy is {self.placement_strategy}, but Ray is not asked to place anything; add "
+                "--distributed-executor-backend ray, or leave it out"
+            )
+        if self.distributed_executor_backend != "ray" and self.nnodes == 1 and self.master_addr != "127.0.0.1":
+            raise ValueError(
+                f"master_addr is {self.master_addr!r}, but there is one node; add --nnodes, or leave it out"
+            )
+        if self.nnodes < 1 or self.ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, which cannot have equally many of {self.ranks} ranks (tensor_parallel_size "
+                "times pipeline_parallel_size)"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank is {self.node_rank}, and nnodes {self.nnodes}; give 0 to {self.nnodes - 1}")
 
     def _check_handover(self) -> None:
         if self.role not in ROLES:

@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.cost.layers import CacheSpec, StateSpec
 from headway.engine.config import EngineConfig
 from headway.engine.host import available_memory, total_memory
-from headway.kernels.cpu.memory import LargePages
+from headway.kernels.cpu.memory import LargePages, SharedPages
 from headway.kernels.interface import LayerCache, LayerState
 from headway.models.config import ModelConfig
 from headway.policy.cache.sizing import DEVICE_SHARE, cpu_pool_bytes, sampling_bytes, shared_pool_bytes
@@ -59,12 +59,16 @@ def zero_caches(
     dtype: torch.dtype,
     device: torch.device,
     num_states: int = 0,
+    pages: SharedPages | None = None,
 ) -> list[LayerCache | LayerState]:
     """An empty cache for each layer: keys and values [N, G, B, D], and the scales of an int8 cache; or its states.
 
     On a CPU the system gives their memory page by page when it is first written, not all at start-up.
+
+    Args:
+        pages: memory that other processes have, too; None for this process's own.
     """
-    memory = LargePages()
+    memory = pages or LargePages()
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if device.type != "cpu":
@@ -97,13 +101,15 @@ def zero_places(
     dtype: torch.dtype,
     device: torch.device,
     groups: Groups,
+    pages: SharedPages | None = None,
 ) -> list[LayerCache]:
     """The memory of KV cache groups: in a place are the first layers of all groups, in another the second ones.
 
     It is as zero_caches() makes it for the largest layer, with a block of zeros behind the others, for what windows
     have passed.
     """
-    places = zero_caches([_largest(caches)] * max(map(len, groups)), num_blocks + 1, block_size, dtype, device)
+    largest = [_largest(caches)] * max(map(len, groups))
+    places = zero_caches(largest, num_blocks + 1, block_size, dtype, device, pages=pages)
     return [place for place in places if isinstance(place, LayerCache)]
 
 

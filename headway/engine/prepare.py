@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from headway.models.quantization import rounds_to
 from headway.policy.cache.sizing import BATCHED_TOKENS
 
 if TYPE_CHECKING:
+    from headway.engine.nodes import OneMachine
     from headway.engine.ranks import Followers
 
 
@@ -54,21 +56,22 @@ class Prepared:
     followers: Followers | None
 
 
-def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) -> Prepared:
+def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack, say: Callable[[str], None]) -> Prepared:
     """Read the model's config, settle on the device and the types of numbers, and start the other ranks.
 
     Args:
         memory: memory for a CPU's weights, see LargePages.
         started: ends the ranks, if it is closed.
+        say: is told what is waited for.
 
     Raises:
-        EngineError, ModelError: one line naming the value, the limit and what to do.
+        EngineError, ModelError, ValueError: one line naming the value, the limit and what to do.
     """
     device = _device(config.device)
     if config.nvtx and device.type != "cuda":
         raise EngineError(f"nvtx is set, but the device is {device.type}; leave it out, and ask /debug/profile instead")
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (config.num_threads or usable_threads()) // config.ranks))
+        torch.set_num_threads(max(1, (config.num_threads or usable_threads() * config.machines) // config.ranks))
     folder = resolve_model(config.model)
     model = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config.dtype, model)
@@ -79,27 +82,64 @@ def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack) 
     sinks = config.sinks(model.shape.max_positions, asked_len)
     if sinks is not None:
         model = model.with_attention_sinks(sinks)
-    followers = _followers(config, model, device, started)  # which may bind this thread, and so those of kernels
-    kernels = kernels_for(str(device), dtype, memory)
+    # They may bind this thread, and so those of kernels.
+    followers = _followers(config, model, folder, device, started, say)
+    shares = followers is not None and config.context_parallel_size > 1
+    kernels = followers.kernels(memory) if followers and shares else kernels_for(str(device), dtype, memory)
     return Prepared(config, device, folder, model, dtype, cache_dtype, scheme, asked_len, sinks, kernels, followers)
 
 
-def _followers(config: EngineConfig, model: ModelConfig, device: torch.device, started: ExitStack) -> Followers | None:
-    """The processes with the other parts of the model, which begin to load; None where there are none.
+def _followers(
+    config: EngineConfig,
+    model: ModelConfig,
+    folder: Path,
+    device: torch.device,
+    started: ExitStack,
+    say: Callable[[str], None],
+) -> Followers | None:
+    """The processes of the other ranks, which begin to load; None where there are none.
 
     Raises EngineError or ModelError where the model, the device or an option cannot be shared.
     """
-    if config.ranks == 1:
+    if config.node_rank:
+        raise EngineError(f"node_rank is {config.node_rank}; `headway serve` on that machine has its ranks join node 0")
+    if config.processes == 1:
         return None
+    options = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    asked = next(f"{option} is {size}" for option in options if (size := getattr(config, option)) > 1)
     if device.type != "cpu":
-        option = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        asked = f"{option} is {getattr(config, option)}"
         raise EngineError(f"{asked}, which {device.type} does not support yet; leave it out")
+    if config.context_parallel_size > 1 and model.shape.recurrent:
+        raise EngineError(f"{asked}, but a recurrent layer computes each token from the one before; leave it out")
     from headway.engine.ranks import Followers
 
-    followers = Followers(config, model)
+    threads = torch.get_num_threads()
+    followers = Followers(config, model, lambda: _nodes(config, model, folder, threads, say), threads)
     started.callback(followers.end)
     return followers
+
+
+def _nodes(
+    config: EngineConfig, model: ModelConfig, folder: Path, threads: int, say: Callable[[str], None]
+) -> OneMachine:
+    """The machines that ranks are on, when all are there. Raises ValueError where one does not come or fit."""
+    from headway.engine.nodes import Nodes, OneMachine, content_of
+    from headway.engine.ranks import sizes_of
+
+    about = config, content_of(folder), sizes_of(model), threads
+    if config.distributed_executor_backend == "ray":
+        from headway.engine.placed import Placement
+
+        say("waiting for machines of the Ray cluster")
+        placement = Placement(config, threads)
+        if len(placement.parts) > 1:
+            return Nodes(*about, placement.parts, (placement.host, 0), placement.bring)
+    if config.nnodes == 1:
+        return OneMachine(config.processes)
+    each = config.ranks // config.nnodes
+    parts = [range(first, first + each) for first in range(0, config.ranks, each)]
+    say(f"waiting for the other nodes ({config.nnodes - 1}) at {config.master_addr}:{config.master_port}")
+    return Nodes(*about, parts, (config.master_addr, config.master_port), lambda address: None)
 
 
 def _device(name: str) -> torch.device:

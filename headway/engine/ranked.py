@@ -1,7 +1,8 @@
-"""Executors whose model several processes share: rank 0 runs its part of plans, while the others run theirs.
+"""Executors of several processes: rank 0 runs its part of plans, while the others run theirs.
 
 With stages, rank 0 is in the last one. It is then given a step, divided into micro-batches, by the stages before it one
-after the other, and these work on the next ones meanwhile.
+after the other, and these work on the next ones meanwhile. With context parallelism, parts are rows, where a step has
+many, and rank 0 computes all others alone.
 """
 
 from __future__ import annotations
@@ -9,27 +10,36 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
+
+from headway.engine.config import EngineConfig
 from headway.engine.executor import EngineFault, StepOutcome
 from headway.engine.ranks import Followers, Pool, Step
 from headway.engine.runner import Runner
+from headway.kernels.cpu.context import ContextKernels
 from headway.kernels.cpu.rank_board import MOST_AHEAD
 from headway.kernels.interface import KernelTime
 from headway.policy.step.accounting import StepTimes
+from headway.policy.step.context_shares import ContextShares
 from headway.policy.step.micro_batches import MicroBatches
-from headway.policy.step.plan import UNKNOWN, StepPlan, work_of
+from headway.policy.step.plan import UNKNOWN, ScheduledSequence, StepPlan, work_of
+from headway.policy.step.sampling_params import SamplingParams
 
 
-def executor_of(runner: Runner, followers: Followers, pool: Pool, stages: int) -> RankedExecutor:
+def executor_of(runner: Runner, followers: Followers, pool: Pool, config: EngineConfig) -> RankedExecutor:
     """The executor of this process's runner and all others, which have loaded then.
 
     Raises:
         ValueError: another rank could not load its part, or is gone.
     """
     followers.allocate(pool)
+    if config.context_parallel_size > 1:
+        return ContextExecutor(runner, followers, ContextShares(config.context_parallel_size, config.block_size))
+    stages = config.pipeline_parallel_size
     return RankedExecutor(runner, followers) if stages == 1 else StagedExecutor(runner, followers, stages)
 
 
@@ -70,6 +80,10 @@ class RankedExecutor:
         self.look()
         self._send(plan)
         self._runner.begin_together()
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepOutcome:
+        """Run this rank's part of a step that the others run."""
         try:
             outcome = self._runner.run(plan)
             self._followers.check()
@@ -78,9 +92,9 @@ class RankedExecutor:
             self._followers.settle()
             raise
 
-    def _send(self, plan: StepPlan, begins: bool = True) -> None:
-        """Have the other ranks run a step, or a micro-batch of one, with what they have to know before it."""
-        self._followers.send(Step(plan, begins, self._forgotten, self._recovers))
+    def _send(self, plan: StepPlan, begins: bool = True, parts: Sequence[list[ScheduledSequence]] = ()) -> None:
+        """Have the other ranks run a step, or a part of one, with what they have to know before it. See Step."""
+        self._followers.send(Step(plan, begins, self._forgotten, self._recovers, [*parts]))
         self._forgotten, self._recovers = [], False
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
@@ -96,6 +110,50 @@ class RankedExecutor:
         """See Executor."""
         self._runner.recover_together()
         self._recovers = True
+
+
+class ContextExecutor(RankedExecutor):
+    """An Executor of ranks that each have the whole model, and compute some rows of long steps into one KV pool.
+
+    Rank 0 runs all other steps by itself, with the threads of all ranks. The others know sequences for one step each,
+    so that what rank 0 does meanwhile does not matter to them.
+
+    Args:
+        shares: divide steps among the ranks.
+    """
+
+    def __init__(self, runner: Runner, followers: Followers, shares: ContextShares) -> None:
+        super().__init__(runner, followers)
+        self.shares = shares
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Run a step, in all ranks where it is divided. One that fails here is ended in all before it raises."""
+        self.look()
+        began_ns, (own, *others) = time.monotonic_ns(), self.shares.divide(plan)
+        outcome = self._run_shared(plan, own, others) if others else self._runner.run(plan)
+        if self._followers.serves:  # before that, kernels are compiled
+            self.shares.observe(time.monotonic_ns() - began_ns)
+        return outcome
+
+    def _run_shared(
+        self, plan: StepPlan, own: list[ScheduledSequence], others: list[list[ScheduledSequence]]
+    ) -> StepOutcome:
+        """Run a step of which the others compute some rows, behind its copies: they may write where these do."""
+        runner, change = self._runner, msgspec.structs.replace
+        assert isinstance(runner.kernels, ContextKernels)
+        if plan.swaps or plan.copies:
+            runner.copy_blocks(plan)
+        theirs = {item.seq_id for part in others for item in part}
+        known = [sequence for sequence in runner.apply(plan) if sequence.seq_id in theirs]
+        told = [change(each, params=SamplingParams(), tokens=[], stop_ids=frozenset()) for each in known]
+        self._send(StepPlan(new=told), parts=others)
+        self._forgotten = [*theirs]
+        with runner.kernels.sharing(self._followers.threads):
+            return self._run(change(plan, scheduled=own, swaps=[], copies=[], work=work_of(own)))
+
+    def forget(self, seq_id: int) -> None:
+        """See Executor. The other ranks forget by themselves."""
+        self._runner.forget(seq_id)
 
 
 @dataclass(eq=False, slots=True)

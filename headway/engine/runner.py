@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headway.engine.adapters import Adapters
     from headway.engine.grammars import Grammars
     from headway.engine.model_results import ModelResults
+    from headway.kernels.cpu.memory import SharedPages
 
 _CAUGHT_UP = 256  # how many tokens at a time are computed again for their states
 
@@ -51,6 +52,7 @@ class Runner:
         groups: KV cache groups; empty where one block table is for all.
         graphs: on a GPU, launch decode steps as CUDA graphs.
         folder: the checkpoint's, whose tokenizer.json grammars need.
+        pages: memory of the KV pool that other processes have, too; None for this process's own.
 
     Attributes:
         grammars: what sequences are held to; None until one is.
@@ -77,6 +79,7 @@ class Runner:
         graphs: bool = False,
         folder: Path | None = None,
         draft_states: int = 0,
+        pages: SharedPages | None = None,
     ) -> None:
         config = model.config
         self.grammars: Grammars | None = None
@@ -90,13 +93,13 @@ class Runner:
         self.device = device
         pool = config.caches, num_blocks, block_size, cache_dtype, device
         if groups:
-            self._paged = zero_places(*pool, groups)
+            self._paged = zero_places(*pool, groups, pages)
             self.caches = caches_in(self._paged, config.caches, groups)
             of_groups = [self.caches[group[0][0]].tensors[0] for group in groups]
             shares = [self._paged[0].keys[0].numel() // tensor[0].numel() for tensor in of_groups]
         else:
             shares = [1]
-            self.caches = zero_caches(*pool, max_num_seqs + checkpoints + draft_states)
+            self.caches = zero_caches(*pool, max_num_seqs + checkpoints + draft_states, pages)
             caches = {cache.keys.data_ptr(): cache for cache in self.caches if isinstance(cache, LayerCache)}
             self._paged = list(caches.values())  # some layers have one together
         self.host = HostBlocks(self._paged, host_blocks) if host_blocks else None
@@ -177,8 +180,8 @@ class Runner:
     def _compute(self, plan: StepPlan, drawn: Drawn | None = None) -> ComputedStep:
         """Compute a step up to its logits. Where the plan does not know its tokens, `drawn` has them."""
         if plan.swaps or plan.copies:
-            self._copy_blocks(plan)
-        sequences = self._apply(plan)
+            self.copy_blocks(plan)
+        sequences = self.apply(plan)
         grammars = self.grammars if self.grammars is not None and self.grammars.states else None
         if grammars is not None:
             grammars.begin(plan.scheduled, sequences)
@@ -281,7 +284,8 @@ class Runner:
             if part is not None:
                 part.reset()
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Make the copies that come before a step. Raises EngineFault where one fails."""
         try:
             if self.host is not None:
                 self.host.run(plan.swaps)
@@ -291,7 +295,7 @@ class Runner:
         except Exception as error:
             raise EngineFault(f"the KV blocks of a step could not be copied: {error!r}") from error
 
-    def _apply(self, plan: StepPlan) -> list[SequenceState]:
+    def apply(self, plan: StepPlan) -> list[SequenceState]:
         """Apply the plan to the known sequences, and return its own. The same plan changes nothing a second time."""
         known = self._known
         for new in plan.new:

@@ -77,18 +77,7 @@ class WeightCache:
 
     def begin(self) -> bool:
         """Begin to read the file in other threads; False where there is none that can be trusted."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                mark, size, pickled = _HEADER.unpack(file.read(_HEADER.size))
-                if mark != _MARK or status.st_size != _place(_HEADER.size) + size + pickled:
-                    return False
-                if status.st_uid != os.getuid():  # a pickle of somebody else could run anything
-                    return False
-                file.seek(_place(_HEADER.size) + size)
-                self._pickle = file.read(pickled)
-                os.utime(self.path)
-        except (OSError, struct.error):
+        if (size := self._look()) is None:
             return False
         self._memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -99,6 +88,37 @@ class WeightCache:
             self._readers.append(reader)
             reader.start()
         return True
+
+    def mapped(self, parts: Mapping[str, object]) -> Any:
+        """The weights where they lie in the file, in memory that all processes have in common which map it.
+
+        See weights().
+        """
+        if self._look() is None:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError:
+            return None
+        return self._unpickled(memory, _place(_HEADER.size), parts)
+
+    def _look(self) -> int | None:
+        """Read the pickle; the bytes of all tensors, or None where there is no file that can be trusted."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                mark, size, pickled = _HEADER.unpack(file.read(_HEADER.size))
+                if mark != _MARK or status.st_size != _place(_HEADER.size) + size + pickled:
+                    return None
+                if status.st_uid != os.getuid():  # a pickle of somebody else could run anything
+                    return None
+                file.seek(_place(_HEADER.size) + size)
+                self._pickle = file.read(pickled)
+                os.utime(self.path)
+        except (OSError, struct.error):
+            return None
+        return int(size)
 
     def _read(self, size: int, pieces: Iterator[int]) -> None:
         """Bring pieces into memory as long as there are some that no other thread has taken."""
@@ -126,13 +146,16 @@ class WeightCache:
             return None
         for reader in self._readers:
             reader.join()
+        found = None if self._failed else self._unpickled(self._memory, _first_page(self._memory), parts)
+        if found is None:
+            self._memory = None  # it is written again
+        return found
+
+    def _unpickled(self, memory: mmap.mmap, first: int, parts: Mapping[str, object]) -> Any:
         try:
-            if not self._failed:
-                return _Unpickler(self._pickle, self._memory, parts).load()
+            return _Unpickler(self._pickle, memory, first, parts).load()
         except Exception:  # the file is damaged, or other code has written it
-            pass
-        self._memory = None  # it is written again
-        return None
+            return None
 
     # --- writing ------------------------------------------------------------------------------------
 
@@ -214,9 +237,9 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Reads what _Pickler has written, of the classes of weights. Files of other users are not read at all."""
 
-    def __init__(self, content: bytes, memory: mmap.mmap, parts: Mapping[str, object]) -> None:
+    def __init__(self, content: bytes, memory: mmap.mmap, first: int, parts: Mapping[str, object]) -> None:
         super().__init__(io.BytesIO(content))
-        self._memory, self._first, self._parts = memory, _first_page(memory), parts
+        self._memory, self._first, self._parts = memory, first, parts
 
     def persistent_load(self, pid: Any) -> Any:
         """The part or the tensor that stands behind this id."""

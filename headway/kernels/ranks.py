@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,19 @@ class Share:
     def is_last(self) -> bool:
         """Whether its layers are the last ones."""
         return self.stage == self.stages - 1
+
+
+class Connection(NamedTuple):
+    """A TCP connection with a rank on another machine.
+
+    Args:
+        receives: that rank takes, for all of its machine, what this one writes for those that share its layers.
+        has_first: its machine has the first of these.
+    """
+
+    descriptor: int
+    receives: bool = False
+    has_first: bool = False
 
 
 class Ranks(Protocol):

@@ -31,3 +31,15 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         0 <= row["bubbles"] <= 0.5 and row["ranks_waits"] > row["one_waits"] == 0 for row in found["rows"].values()
     )
     assert all(row[f"{name}_products"] > 0 for row in found["rows"].values() for name in ("one", "ranks"))
+
+
+@pytest.mark.slow
+def test_ranks_that_have_the_whole_model_wait_for_each_other_in_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ranks.SHAPES, "qwen2.5-0.5b", TINY_LLAMA)
+    output = tmp_path / "ranks.json"
+    points = ["--ranks", "1", "--context-ranks", "2", "--points", "decode:2", "prefill:64"]
+    ranks.main(["--rounds", "1", "--budget", "0.05", "--context", "32", *points, "--output", str(output)])
+    rows = json.loads(output.read_text())["rows"]
+    assert rows["prefill:64"]["ranks_waits"] > rows["decode:2"]["ranks_waits"] == 0

@@ -12,10 +12,12 @@ import pytest
 from transformers import PreTrainedModel
 
 from headway import LLM, AsyncLLM, LoRARequest, SamplingParams
+from headway.engine.ranked import ContextExecutor
 from headway.llm import BeamSearchParams
 from headway.models.config import ModelError
 from headway.simulator.recording import read_recordings
 from headway.simulator.replay import replay
+from tests.engine.test_context_ranks import Always
 from tests.models import lora, tiny
 
 PROMPTS = tiny.prompts([19, 7, 23, 11])
@@ -201,6 +203,18 @@ def test_all_ranks_fill_their_slots(make: Any, home: Path, expected: list[list[l
     with pytest.raises(ValueError, match="the engine failed on this request"):
         llm.generate([PROMPTS[0]], GREEDY, lora_request=request)
     check(llm, home, expected, [0, NUM_ADAPTERS])
+
+
+@pytest.mark.slow
+def test_ranks_that_have_the_whole_model_fill_their_slots(
+    make: Any, home: Path, expected: list[list[list[int]]]
+) -> None:
+    llm = make(max_loras=2, max_cpu_loras=3, block_size=4, context_parallel_size=2)
+    executor, shares = llm.engine.core.executor, Always(2, 4)
+    assert isinstance(executor, ContextExecutor)
+    executor.shares = shares
+    check(llm, home, expected, list(range(NUM_ADAPTERS + 1)))
+    assert shares.steps >= NUM_ADAPTERS // 2, "as many adapters as there are slots come in a step"
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=pytest.mark.gpu) for graphs in (True, False)])

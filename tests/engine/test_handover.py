@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
     "windows": (TINY_GPT_OSS, {"dtype": "bfloat16"}),
     "latent": (TINY_LATENT, {"dtype": "float32"}),
+    "ranks": ({}, {"dtype": "float32", "context_parallel_size": 2, "num_threads": 2}),
 }
 
 
@@ -77,7 +78,9 @@ def handles(core: EngineCore, **prompts: list[int]) -> dict[str, Handle]:
     return made  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family == "ranks")) for family in FAMILIES]
+)
 def test_two_engines_say_what_one_says(tmp_path: Path, family: str) -> None:
     changes, settings = FAMILIES[family]
     folder = write_config(tmp_path / family, **changes)

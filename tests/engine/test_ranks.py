@@ -20,9 +20,9 @@ from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
 from headway.engine.host import Core
+from headway.engine.local_ranks import claim
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.engine.ranked import RankedExecutor, StagedExecutor
-from headway.engine.ranks import _claim
 from headway.policy.step.micro_batches import divided
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.policy.step.step_time import StepWork
@@ -261,15 +261,15 @@ def test_ranks_are_bound_to_cores_that_no_other_engine_has(
 ) -> None:
     """In a thread, as that is bound. A claim that another engine holds cannot be had; with a quota there are none."""
     cores = [Core(number, f"of a test, {os.getpid()} {number}", "") for number in sorted(os.sched_getaffinity(0))[:2]]
-    monkeypatch.setattr("headway.engine.ranks.physical_cores", lambda: cores)
-    monkeypatch.setattr("headway.engine.ranks.usable_threads", lambda: quota)
-    held, is_bound = [_claim(core) for core in cores[: int(taken)]], not taken and quota == 2
+    monkeypatch.setattr("headway.engine.local_ranks.physical_cores", lambda: cores)
+    monkeypatch.setattr("headway.engine.local_ranks.usable_threads", lambda: quota)
+    held, is_bound = [claim(core) for core in cores[: int(taken)]], not taken and quota == 2
 
     def bound() -> list[set[int]]:
         options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "kv_cache_memory": 4 << 20}
         llm = LLM(str(folders("llama")), tensor_parallel_size=2, num_threads=2, bind_ranks=True, **options)
         found = [os.sched_getaffinity(pid) for pid in (0, *(each.pid for each in psutil.Process().children()))]
-        assert not is_bound or _claim(cores[0]) is None
+        assert not is_bound or claim(cores[0]) is None
         assert isinstance(llm.engine.core.executor, RankedExecutor)
         llm.engine.core.executor._followers.end()
         return found
@@ -279,11 +279,11 @@ def test_ranks_are_bound_to_cores_that_no_other_engine_has(
     everyone = os.sched_getaffinity(0)
     assert found[0] == ({cores[0].processor} if is_bound else everyone)
     assert ({cores[1].processor} if is_bound else everyone) in found[1:]
-    held.append(_claim(cores[1]))
+    held.append(claim(cores[1]))
     assert None not in held, "the claims of an engine that has ended are free"
-    for claim in held:
-        assert claim is not None
-        claim.close()
+    for taken_core in held:
+        assert taken_core is not None
+        taken_core.close()
 
 
 # --- faults -----------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_more_ranks_than_there_can_be_are_one_line(
 def test_a_rank_that_dies_while_it_loads_is_one_line(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.engine.ranks.Followers.assign", lambda self, length: self._processes[0].kill())
+    monkeypatch.setattr("headway.engine.ranks.Followers.assign", lambda self, length: self._here._processes[1].kill())
     with pytest.raises(ValueError, match=r"rank 1 \(pid \d+\) died: SIGKILL, while it loaded its part of the model"):
         LLM(str(folders("llama")), tensor_parallel_size=2, load_format="dummy", device="cpu")
 

@@ -7,9 +7,11 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.engine import weight_cache
+from headway.engine.build import LoadedEngine
 from headway.engine.config import EngineConfig
 from headway.engine.messages import AddRequest
 from headway.engine.start import start_engine
@@ -60,6 +62,10 @@ def answer(model: Path, **settings: object) -> tuple[list[float], bool]:
     """Log-probabilities of some tokens, and whether the weights came from the cache."""
     options = {"device": "cpu", "num_threads": 2, "kv_cache_memory": 1 << 22, "max_model_len": 64, **settings}
     engine = start_engine(EngineConfig(str(model), **options))
+    return answer_of(engine), "weight_cache" in engine.startup_ns
+
+
+def answer_of(engine: LoadedEngine) -> list[float]:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     engine.core.add(AddRequest("a", list(range(1, 20)), params, eos_token_ids=[]))
     found: list[float] = []
@@ -67,7 +73,7 @@ def answer(model: Path, **settings: object) -> tuple[list[float], bool]:
         for output in engine.core.step().outputs:
             found += [each.logprob for each in output.logprobs or [] if each is not None]
     assert len(found) == 6
-    return found, "weight_cache" in engine.startup_ns
+    return found
 
 
 MODELS = ["qwen2", "qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "gemma3", "gpt_oss"]
@@ -79,6 +85,16 @@ def test_a_second_start_has_the_same_weights(name: str, tmp_path: Path, written:
     first, second = answer(model), answer(model)
     assert (first[1], second[1]) == (False, True) and written == [True, False]
     assert first[0] == second[0]
+
+
+def test_ranks_that_have_the_whole_model_have_the_file_in_common(tmp_path: Path, written: list[bool]) -> None:
+    model = saved("qwen2", tmp_path / "model")
+    first, before = answer(model), psutil.Process().children()
+    options = {"device": "cpu", "num_threads": 2, "kv_cache_memory": 1 << 22, "max_model_len": 64}
+    engine = start_engine(EngineConfig(str(model), context_parallel_size=2, bind_ranks=False, **options))
+    (rank,) = [each for each in psutil.Process().children() if each not in before]
+    assert any(each.path.endswith(".weights") for each in rank.memory_maps())
+    assert answer_of(engine) == first[0] and written == [True, False]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "int4"])

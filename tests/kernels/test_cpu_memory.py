@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,20 @@ def test_a_refusal_is_no_error(calls: list[list[Any]], monkeypatch: pytest.Monke
     assert torch.equal(tensor, torch.zeros(1000, dtype=torch.uint8))
     (call,) = calls
     assert call[1] % 4096 == 0 and call[1] <= tensor.data_ptr() < call[1] + call[2]
+
+
+def test_who_asks_for_the_same_sizes_gets_the_same_bytes() -> None:
+    """Behind what others have of the file, and no more than there is room for."""
+    file = os.memfd_create("test")
+    os.ftruncate(file, 5000)
+    one, other = (cpu_memory.SharedPages(file, 5000, 1000) for _ in range(2))
+    os.close(file)
+    first, second = ((pages.empty(100), pages.empty(0), pages.empty(800)) for pages in (one, other))
+    assert not any(part.any() for part in first) and first[2].data_ptr() % 64 == 0
+    first[0][99], second[2][0] = 7, 8
+    assert second[0][99] == 7 and first[2][0] == 8 and not first[0][:99].any()
+    with pytest.raises(ValueError, match="buffer length"):
+        one.empty(100)
 
 
 def test_the_system_understands_the_call() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.rank_board import HEADER_BYTES, MOST_RANKS, RankBoard
-from headway.kernels.cpu.ranks import CpuRanks, part_of_vocabulary
+from headway.kernels.cpu.ranks import CpuRanks, board_bytes, part_of_vocabulary
+from headway.kernels.ranks import Connection, Share
 from headway.kernels.weights import Weight
 from tests.models.ranks import in_ranks
 
@@ -28,7 +31,8 @@ def parts_of(x: Tensor, count: int) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_sums_are_alike_in_all_ranks_and_exact(dtype: torch.dtype, count: int, threads: int) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_sums_are_alike_in_all_ranks_and_exact(dtype: torch.dtype, count: int, threads: int, apart: bool) -> None:
     """Also in more rows than a place holds, and twice in a row in the same program of jobs."""
     torch.set_num_threads(threads)
     draw = torch.Generator().manual_seed(1)
@@ -49,7 +53,7 @@ def test_sums_are_alike_in_all_ranks_and_exact(dtype: torch.dtype, count: int, t
         results += [program.result.clone(), kernels._team.replay(program).clone()]
         return results
 
-    first, *others = in_ranks(count, HIDDEN, VOCAB, run)
+    first, *others = in_ranks(count, HIDDEN, VOCAB, run, machines=count if apart else 1)
     for each in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, each, strict=True))
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
@@ -61,9 +65,10 @@ def test_sums_are_alike_in_all_ranks_and_exact(dtype: torch.dtype, count: int, t
     assert torch.equal(first[-1], first[-2]) and torch.equal(first[-1], first[2])
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_joined_with_the_residual_stream_and_normed(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all ranks or by each some rows, with the same bits; of more rows than a place holds, too."""
     count, draw = 3, torch.Generator().manual_seed(3)
@@ -82,7 +87,7 @@ def test_parts_are_joined_with_the_residual_stream_and_normed(
             ranks.meet()
         return results
 
-    first, *others = in_ranks(count, HIDDEN, VOCAB, run)
+    first, *others = in_ranks(count, HIDDEN, VOCAB, run, machines=count if apart else 1)
     for each in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, each, strict=True))
     assert torch.equal(first[1], first[0][:7]) and torch.equal(first[2], first[0][:1])
@@ -93,7 +98,8 @@ def test_parts_are_joined_with_the_residual_stream_and_normed(
         torch.testing.assert_close(each.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_an_embedding_and_a_head_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_embedding_and_a_head_of_several_ranks(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are unequal: 131 tokens in 3 ranks. Only rank 0 gets logits."""
     monkeypatch.setattr("headway.kernels.cpu.ranks._LOGITS_BYTES", 4096)  # of seven rows
     count, draw = 3, torch.Generator().manual_seed(2)
@@ -108,19 +114,31 @@ def test_an_embedding_and_a_head_of_several_ranks(monkeypatch: pytest.MonkeyPatc
         embedding, head = ranks.embedding(linear.rows), ranks.head(linear)
         return embedding(ids), head(hidden), head(hidden[:1]).clone()
 
-    results = in_ranks(count, HIDDEN, VOCAB, run)
+    results = in_ranks(count, HIDDEN, VOCAB, run, machines=count if apart else 1)
     assert all(torch.equal(embedded, table[ids]) for embedded, *_ in results)
     _, logits, one = results[0]
     torch.testing.assert_close(logits, hidden @ table.T, rtol=1e-5, atol=1e-4)
     assert torch.equal(one, logits[:1])
 
 
+def test_of_several_ranks_on_each_machine_one_takes_what_comes() -> None:
+    """Sums go on while others of its machine are already at the next one, and use the same places again."""
+
+    def run(kernels: CpuKernels, ranks: CpuRanks) -> list[Tensor]:
+        layers = [ranks.summed_layer(lambda x, place=place: x * (ranks.number + place), place) for place in range(2)]
+        return [layers[number % 2](torch.full((40, HIDDEN), float(number))).clone() for number in range(200)]
+
+    for each in in_ranks(4, HIDDEN, VOCAB, run, machines=2):
+        for number, found in enumerate(each):
+            assert torch.equal(found, torch.full((40, HIDDEN), float(number * (6 + 4 * (number % 2)))))
+
+
 @pytest.fixture
 def boards() -> Iterator[list[RankBoard]]:
-    memory, bells = os.memfd_create("board-of-a-test"), [os.eventfd(0), os.eventfd(0)]
+    memory, bells = os.memfd_create("board-of-a-test"), {1: os.eventfd(0), 2: os.eventfd(0)}
     os.ftruncate(memory, HEADER_BYTES)
     yield [RankBoard(memory, number, 3, bells) for number in range(3)]
-    for descriptor in (memory, *bells):
+    for descriptor in (memory, *bells.values()):
         os.close(descriptor)
 
 
@@ -193,10 +211,26 @@ def test_nobody_waits_for_a_rank_that_has_failed() -> None:
     assert all(torch.equal(each, 3 * x) for each in in_ranks(3, HIDDEN, VOCAB, run))
 
 
+@pytest.mark.parametrize("sent", [b"", struct.pack("<5q", 0, -1, 0, 1 << 40, 8), struct.pack("<5q", 0, 999, 9, 0, 0)])
+def test_a_connection_that_ends_or_makes_no_sense_ends_all_waiting(sent: bytes) -> None:
+    memory = os.memfd_create("board-of-a-test")
+    os.ftruncate(memory, board_bytes(2, HIDDEN, VOCAB))
+    board, (ours, theirs) = RankBoard(memory, 0, 2, {}), socket.socketpair()
+    os.close(memory)
+    ranks = CpuKernels().ranks(board, Share.of(0, 2, False, 1), HIDDEN, VOCAB, {1: Connection(ours.fileno(), True)})
+    assert ranks.lost == []
+    if sent:
+        theirs.sendall(sent)
+    else:
+        theirs.close()
+    ranks.summed_layer(lambda x: x, 0)(torch.ones(1, HIDDEN))
+    assert ranks.lost == [1] and board.is_stopped
+
+
 def test_a_board_has_room_for_all_ranks() -> None:
     memory = os.memfd_create("board-of-a-test")
     os.ftruncate(memory, HEADER_BYTES)
-    board = RankBoard(memory, MOST_RANKS - 1, MOST_RANKS, [])
+    board = RankBoard(memory, MOST_RANKS - 1, MOST_RANKS, {})
     os.close(memory)
     board.fail()
     assert board.failed() == [MOST_RANKS - 1]

@@ -98,6 +98,23 @@ def test_helpers_sleep_when_there_is_nothing_to_do(code: int) -> None:
         time.sleep(0.01)
 
 
+def test_helpers_beyond_a_limit_leave_though_there_is_work_and_come_back(code: int) -> None:
+    waiting, team, done = job(wait_for_another), team_of(3), np.zeros(8, np.int64)
+    team.limit(1)
+    deadline = time.monotonic() + 10
+    while not all(helper.asleep for helper in team._helpers):
+        assert time.monotonic() < deadline, "a helper goes on looking for work"
+        team.run(code, LAYOUT, (done.ctypes.data, len(done)))
+    came = np.zeros(1, np.int64)
+    team.run(waiting, LAYOUT, (came.ctypes.data, 100_000))
+    assert came[0] == 1
+    for threads in (2, 3):
+        team.limit(threads)
+        came[0] = 0
+        team.run(waiting, LAYOUT, (came.ctypes.data, 200_000_000))
+        assert 2 <= came[0] <= threads
+
+
 def test_a_team_that_is_dropped_ends_its_threads(code: int) -> None:
     def helpers() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("headway-helper")}
@@ -119,14 +136,14 @@ def board_with(code: int, word: int) -> np.ndarray:
     """A board, at its address, on which the job is published."""
     board = np.zeros(jobs.ARGUMENTS_AT + 8 * jobs.MOST_ARGUMENTS, np.uint8)
     words = board.view(np.int64)
-    words[0], words[jobs._JOB_AT // 8] = word, code
+    words[0], words[jobs._JOB_AT // 8], words[jobs.HELPERS_AT // 8] = word, code, 1
     return board
 
 
 def test_a_helper_stays_while_a_job_is_open(code: int) -> None:
     """Its publisher may have lost its core in the middle of it; the jobs that follow want help too."""
     board = board_with(code, 1 << 8 | jobs._OPEN)
-    helper = threading.Thread(target=callable_of(jobs.help_with_jobs), args=(board.ctypes.data,), daemon=True)
+    helper = threading.Thread(target=callable_of(jobs.help_with_jobs), args=(board.ctypes.data, 0), daemon=True)
     helper.start()
     time.sleep(0.5)
     stayed = helper.is_alive()
@@ -139,7 +156,7 @@ def test_a_helper_that_is_not_asleep_yet_hears_of_work() -> None:
     """Who has work sees it awake and does not knock; it must not lie down."""
     state = cpu_team._HelperState()
     state.due = state.dismissed = True
-    helper = threading.Thread(target=cpu_team._helper, args=(np.zeros(1), 0, state), daemon=True)
+    helper = threading.Thread(target=cpu_team._helper, args=(np.zeros(1), 0, state, 0), daemon=True)
     helper.start()
     helper.join(10)
     assert not helper.is_alive()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +37,7 @@ from headway.kernels.weights import SILU, SOFTMAX, DeltaRule, Gate, Product, Sco
 if TYPE_CHECKING:
     from headway.kernels.cpu.rank_board import RankBoard
     from headway.kernels.cpu.ranks import CpuRanks
-    from headway.kernels.ranks import Share
+    from headway.kernels.ranks import Connection, Share
 
 # An element of a key or value costs as much as so many of others: it goes where nothing is in a cache.
 SCATTERED = 16
@@ -212,11 +212,27 @@ class FurtherKernels:
             self._team.time_jobs(wanted)
         return self._team.times
 
-    def ranks(self, board: RankBoard, share: Share, hidden: int, vocab: int) -> CpuRanks:
-        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks."""
+    def ranks(
+        self,
+        board: RankBoard,
+        share: Share,
+        hidden: int,
+        vocab: int,
+        connections: Mapping[int, Connection] | None = None,
+    ) -> CpuRanks:
+        """What this process, as a rank of a model with these sizes, says to the others. See CpuRanks.
+
+        Args:
+            connections: see Links; of ranks on one machine there are none.
+        """
         from headway.kernels.cpu.ranks import CpuRanks
 
-        return CpuRanks(self._team, board, share, hidden, vocab)
+        if not connections:
+            return CpuRanks(self._team, board, share, hidden, vocab)
+        from headway.kernels.cpu.rank_links import LinkedRanks, Links
+
+        links, is_apart = Links(connections, board), any(each.receives for each in connections.values())
+        return LinkedRanks(self._team, board, share, hidden, vocab, links, is_apart)
 
 
 def _spans(step: StepGeometry) -> Tensor:

@@ -6,7 +6,7 @@ for every thread to be given a core: beside another busy process, and a server h
 scheduler's time slice for each of the hundred loops of a step.
 
 The board is one int64: job number * 256 + OPEN + the number of helpers inside the job. Behind it stand the counters of
-tickets, the job's code and its arguments.
+tickets, the job's code, how many helpers there may be, and the job's arguments.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,7 +32,7 @@ from headway.kernels.cpu.simd import (
 
 LINE = 128  # bytes of the longest cache line; what different threads write stands on lines of its own
 COUNTERS = 5
-_COUNTERS_AT, _JOB_AT, ARGUMENTS_AT = LINE, LINE * (1 + COUNTERS), LINE * (2 + COUNTERS)
+_COUNTERS_AT, _JOB_AT, HELPERS_AT, ARGUMENTS_AT = LINE, *(LINE * (each + COUNTERS) for each in (1, 2, 3))
 MOST_ARGUMENTS = 34
 ENTRY_WORDS = 2 + MOST_ARGUMENTS  # a job in a program: whether all threads run it, its code, its arguments
 _OPEN, INSIDE = 128, 127
@@ -57,11 +57,14 @@ once_per_kind = lru_cache(maxsize=None, typed=True)
 
 
 @compiled()
-def help_with_jobs(board):
-    """Take part in jobs, beginning with the one that is open, until there has been none for a while."""
+def help_with_jobs(board, number):
+    """Take part in jobs, beginning with the one that is open, until there has been none for a while.
+
+    Or until there may be no more helpers than this one's number.
+    """
     seen = (read_shared(board) >> 8) - 1
     looks = 0
-    while looks < _LOOKS + _YIELDING_LOOKS:
+    while looks < _LOOKS + _YIELDING_LOOKS and number < read_shared(board + HELPERS_AT):
         word = read_shared(board)
         if word >> 8 == seen or word & _OPEN == 0:
             # While a job is open, others are in the middle of it, and more will follow.

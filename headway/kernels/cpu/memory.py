@@ -48,6 +48,30 @@ class LargePages:
         return tensor
 
 
+class SharedPages:
+    """Tensors in a file in memory that several processes have: those that ask for the same sizes get the same bytes.
+
+    Args:
+        descriptor: of the file, which is made long enough.
+        begin: what others have of it ends before that.
+        size: bytes of all tensors, each of which begins where a cache line does.
+    """
+
+    def __init__(self, descriptor: int, begin: int, size: int) -> None:
+        begin = math.ceil(begin / _PAGE) * _PAGE
+        if os.fstat(descriptor).st_size < begin + size:
+            os.ftruncate(descriptor, begin + size)
+        self._mapping, self._used = mmap.mmap(descriptor, size, offset=begin), 0
+
+    def empty(self, size: int) -> Tensor:
+        """`size` bytes, uint8, zeros until a process writes to them. Raises ValueError where there is no room."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._used)
+        self._used += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+        return tensor
+
+
 def _map(least: int) -> tuple[mmap.mmap, int, int]:
     """(a mapping, its size, where its first large page begins)."""
     size = max(_CHUNK, math.ceil(least / _PAGE) * _PAGE) + _PAGE

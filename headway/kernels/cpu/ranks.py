@@ -230,6 +230,11 @@ class CpuRanks:
         self._place_bytes = _place_bytes(hidden)
         self._starts = np.array([part_of_vocabulary(vocab, n, self.count)[0] for n in range(1, self.count)], np.int64)
 
+    @property
+    def lost(self) -> list[int]:
+        """Ranks with which there is no connection any more; on one machine none."""
+        return []
+
     def summed(self, linear: Any, place: int) -> Callable[[Tensor], Tensor]:
         """See Ranks."""
         assert isinstance(linear, PackedLinear)
@@ -255,7 +260,7 @@ class CpuRanks:
             rows, width = residual.shape
             if rows > self.rows_at_once:  # it is the sum already
                 return add_rms_norm(part, residual, weight, eps)
-            self.meet()
+            self.meet(part)
             divides, first, end = rows * width >= _DIVIDED, 0, rows
             if divides:
                 first, end = rows * self.number // self.count, rows * (self.number + 1) // self.count
@@ -271,7 +276,7 @@ class CpuRanks:
             code = join_job(self.count, KINDS[part.dtype], KINDS[residual.dtype])
             self._team.share(code, JOIN, end - first, (end - first) * width, arguments)
             if divides:
-                self.meet()
+                self.meet(normed[first:end])
             return normed, residual
 
         return join
@@ -282,10 +287,10 @@ class CpuRanks:
         def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             tokens, width, kind = len(x), x.shape[-1], KINDS[x.dtype]
             out, at_x = self._team.empty(tuple(x.shape), x.dtype), (x.data_ptr(), x.stride(0), width)
-            first, own = (self.place(place, rank, 1, torch.float32).data_ptr() for rank in (0, self.number))
-            self._team.share(squares_job(kind), SQUARES, tokens, x.numel(), (*at_x, own))
-            self.meet()
-            arguments = *at_x, weight.data_ptr(), first, self._place_bytes, out.data_ptr(), eps
+            first, own = (self.place(place, rank, self._most_rows, torch.float32) for rank in (0, self.number))
+            self._team.share(squares_job(kind), SQUARES, tokens, x.numel(), (*at_x, own.data_ptr()))
+            self.meet(own.view(-1)[:tokens])
+            arguments = *at_x, weight.data_ptr(), first.data_ptr(), self._place_bytes, out.data_ptr(), eps
             self._team.share(scale_job(self.count, kind), SCALE, tokens, x.numel(), arguments)
             return out
 
@@ -303,8 +308,9 @@ class CpuRanks:
         own = self._board.number
         for piece in residual.split(self.rows_at_once):
             self._await(own - self.count, RECEIVED, HANDED_ON, 0)
-            self.copy(piece, self._place(_HANDED_ON, own, len(piece), piece.dtype))
-            self._count(HANDED_ON)
+            place = self._place(_HANDED_ON, own, len(piece), piece.dtype)
+            self.copy(piece, place)
+            self._count(HANDED_ON, own - self.count, place)
 
     def received(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """See Ranks."""
@@ -315,7 +321,7 @@ class CpuRanks:
             for piece in out.split(self.rows_at_once):
                 self._await(before, HANDED_ON, RECEIVED, 1)
                 self.copy(self._place(_HANDED_ON, before, len(piece), dtype), piece)
-                self._count(RECEIVED)
+                self._count(RECEIVED, before)
             return out
 
         return receive
@@ -352,14 +358,20 @@ class CpuRanks:
             whole = self._places[place, rank, dtype] = whole.view(self._most_rows, self._hidden)
         return whole[:rows]
 
-    def meet(self) -> None:
-        """Wait for the others."""
+    def meet(self, written: Tensor | None = None, for_first: bool = False) -> None:
+        """Wait for the others.
+
+        Args:
+            written: what this rank has written since they last met, to the memory of all.
+            for_first: only the first of them reads it.
+        """
         self._team.run_alone(meet_job(), MEET, (self._board.address, self._board.number, self._first, self.count))
 
     def _await(self, other: int, theirs: int, own: int, lead: int) -> None:
         self._team.run_alone(await_job(), AWAIT, (self._board.address, self._board.number, other, theirs, own, lead))
 
-    def _count(self, what: int) -> None:
+    def _count(self, what: int, other: int, written: Tensor | None = None) -> None:
+        """Add one to a word of this rank, for which another one waits, behind what was written for it."""
         self._team.run_alone(count_job(), COUNT, (self._board.address, self._board.number, what))
 
     def add_up(self, place: int, dtype: torch.dtype, out: Tensor) -> None:
@@ -416,8 +428,9 @@ class _Summed:
         out = ranks.empty(len(x), x.dtype)
         for first in range(0, len(x), ranks.rows_at_once):
             piece = x[first : first + ranks.rows_at_once]
-            self._into(piece, ranks.place(self._place, ranks.number, len(piece), dtype))
-            ranks.meet()
+            part = ranks.place(self._place, ranks.number, len(piece), dtype)
+            self._into(piece, part)
+            ranks.meet(part)
             ranks.add_up(self._place, dtype, out[first : first + len(piece)])
             if len(x) > ranks.rows_at_once:  # the next piece has the same place
                 ranks.meet()
@@ -437,8 +450,9 @@ class _Embedding:
         out = ranks.empty(len(ids), own.dtype)
         for first in range(0, len(ids), ranks.rows_at_once):
             piece = own[first : first + ranks.rows_at_once]
-            ranks.copy(piece, ranks.place(_EMBEDDED, ranks.number, len(piece), own.dtype))
-            ranks.meet()
+            part = ranks.place(_EMBEDDED, ranks.number, len(piece), own.dtype)
+            ranks.copy(piece, part)
+            ranks.meet(part)
             ranks.pick(ids[first : first + len(piece)], out[first : first + len(piece)])
             if len(ids) > ranks.rows_at_once:
                 ranks.meet()
@@ -469,6 +483,7 @@ class _Head:
         self._ranks.meet()  # the last ones are not needed any more
         mapping, size = self._board.mapping, len(x) * self.out_features
         whole = torch.frombuffer(mapping, dtype=torch.float32, count=size, offset=self._at).view(len(x), -1)
-        self._linear.into(x, whole[:, self._tokens])
-        self._ranks.meet()
+        part = whole[:, self._tokens]
+        self._linear.into(x, part)
+        self._ranks.meet(part, for_first=True)
         return whole

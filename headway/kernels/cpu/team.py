@@ -21,6 +21,7 @@ from headway.kernels.cpu.compile import callable_of, names
 from headway.kernels.cpu.jobs import (
     ARGUMENTS_AT,
     ENTRY_WORDS,
+    HELPERS_AT,
     INSIDE,
     LINE,
     MOST_ARGUMENTS,
@@ -52,16 +53,23 @@ class Team:
         self._memory: Any = memory
         self._board = memory.ctypes.data + offset
         self._arguments_at = offset + ARGUMENTS_AT
+        self._most_helpers = memory[offset + HELPERS_AT :][:8].view(np.int64)
         self._arena, self._large = Arena(), Arena()
         self._recorded: list[list[int]] | None = None
         self._times: deque[tuple[int, int, int]] | None = None
         self._run, self._run_alone, self._replay = (callable_of(each) for each in (run_job, run_job_alone, replay_jobs))
         self._helpers = [_HelperState() for _ in range(self.threads - 1)]
+        self.limit(self.threads)
         for number, helper in enumerate(self._helpers):
             threading.Thread(
-                target=_helper, args=(memory, self._board, helper), daemon=True, name=f"headway-helper-{number}"
+                target=_helper, args=(memory, self._board, helper, number), daemon=True, name=f"headway-helper-{number}"
             ).start()
         weakref.finalize(self, _dismiss, self._helpers)
+
+    def limit(self, threads: int) -> None:
+        """Have no more than so many threads take part in the jobs that come now; the others leave within one."""
+        self._most_helpers[0] = threads - 1
+        self._woken = self._helpers[: threads - 1]
 
     def run(self, code: int, layout: struct.Struct, arguments: tuple[Any, ...]) -> None:
         """Run a job by all threads; `layout` packs its arguments in words of eight bytes."""
@@ -148,7 +156,7 @@ class Team:
             self._recorded.append([together, code, *words.tolist()])
 
     def _wake(self) -> None:
-        for helper in self._helpers:
+        for helper in self._woken:
             helper.due = True
             if helper.asleep:
                 helper.wanted.set()
@@ -235,7 +243,7 @@ class _HelperState:
         self.dismissed = False
 
 
-def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
+def _helper(memory: np.ndarray, board: int, helper: _HelperState, number: int) -> None:
     """A helper's life; holding `memory` keeps the board's address good.
 
     When it has given up looking it waits for the interpreter's lock. Who wakes the helpers meanwhile finds it not
@@ -250,7 +258,7 @@ def _helper(memory: np.ndarray, board: int, helper: _HelperState) -> None:
         helper.asleep = helper.due = False
         if helper.dismissed:
             return
-        help_(board)
+        help_(board, number)
 
 
 def _dismiss(helpers: list[_HelperState]) -> None:

@@ -67,7 +67,7 @@ def divided(plan: StepPlan, count: int) -> list[StepPlan]:
     for item in plan.scheduled:
         is_whole = item.decoding or item.logit_rows or plan.pools
         while not is_whole and done % size + item.num_tokens > size:
-            first, item = _cut(item, size - done % size)
+            first, item = cut(item, size - done % size)
             batches[done // size].append(first)
             done += first.num_tokens
         batches[(done + item.num_tokens // 2) // size].append(item)
@@ -79,7 +79,7 @@ def divided(plan: StepPlan, count: int) -> list[StepPlan]:
     ]
 
 
-def _cut(item: ScheduledSequence, at: int) -> tuple[ScheduledSequence, ScheduledSequence]:
+def cut(item: ScheduledSequence, at: int) -> tuple[ScheduledSequence, ScheduledSequence]:
     """The first tokens of a chunk, and the rest of it."""
     end = item.start + at
     before, behind = (tuple(kept for kept in item.keeps if (kept.tokens <= end) is first) for first in (True, False))

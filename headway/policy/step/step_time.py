@@ -148,7 +148,7 @@ class StepTimeModel:
         costs = zip(self._milliseconds, work.features(), strict=True)
         return 1e6 * self._pace * sum([max(0.0, cost) * size for cost, size in costs])
 
-    def _prefill_costs(self, with_logits: bool) -> tuple[float, float]:
+    def prefill_costs(self, with_logits: bool = False) -> tuple[float, float]:
         """Nanoseconds of a prompt's token, with its row of logits or without, and of a query-key pair."""
         _, token, _, pair, _, row = self._milliseconds
         nanoseconds = 1e6 * self._pace
@@ -159,12 +159,12 @@ class StepTimeModel:
 
     def prefill_ns(self, count: int, start: int, with_logits: bool = False) -> float:
         """The nanoseconds that `count` tokens of a prompt, after its first `start`, add to a step."""
-        token, pair = self._prefill_costs(with_logits)
+        token, pair = self.prefill_costs(with_logits)
         return count * token + pairs(start, count) * pair
 
     def prefill_tokens_within(self, duration_ns: float, start: int, with_logits: bool = False) -> int:
         """The most tokens of a prompt, after its first `start`, that add no more than `duration_ns` to a step."""
-        token, pair = self._prefill_costs(with_logits)
+        token, pair = self.prefill_costs(with_logits)
         # n tokens cost n * slope + n**2 * pair / 2; this form of the root is good for a pair that costs nothing.
         slope = token + pair * (start + 0.5)
         steepest = slope + sqrt(slope * slope + 2.0 * pair * duration_ns)
