@@ -20,7 +20,15 @@ _FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
     *("asimddp", "i8mm", "bf16"),  # extensions of ARM
 )
-_NO_SETTINGS = ("output", "vllm", "traces", "llama_cpp", "suite", "peers")  # where something lies, not what is measured
+_NO_SETTINGS = (
+    "output",
+    "before",
+    "vllm",
+    "traces",
+    "llama_cpp",
+    "suite",
+    "peers",
+)  # where something lies, not what is measured
 _MARKETING = re.compile(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*")
 
 

@@ -220,7 +220,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
     kv_transfer_timeout: Annotated[
         float,
         _engine(
-            "Seconds that a server waits for a prompt before it computes it itself, and that the other keeps it.",
+            "Seconds that a server waits for a chunk of a prompt before it computes all, and that the other keeps it.",
             min=0.01,
             metavar="SECONDS",
         ),

@@ -192,13 +192,13 @@ class SequenceOutput(_Message):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
     prompt_logprobs: list[PromptLogprobs] | None = None  # in order, with the first output only
-    timings: SequenceTimings | None = None  # with the last output, for finished choices
+    timings: SequenceTimings | None = None  # with the last output, for finished choices; so far, where it has a handle
     error: str | None = None  # with finish_reason "error", "late" and "timeout": what happened, for the user
     retry_after_s: int = 0  # with finish_reason "late": when there should be room
     drafts: int = 0  # that were tried for it until now
     accepted_drafts: int = 0
     vector: bytes | None = None  # the vector of a request with pooling: float32, with the last output
-    handle: Handle | None = None  # of a request that hands over, with the last output: what another engine is told
+    handle: Handle | None = None  # of a request that hands over, with each chunk and its last output
 
 
 class EngineStats(_Message):

@@ -35,7 +35,7 @@ Edit: TypeAlias = "Callable[[bytes, Part | None, Attempt], bytes]"
 
 
 class Attempt:
-    """A request at a backend. It reads the answer (see Reader), and tells `writer` of a stream's events.
+    """A request at a backend. It reads the answer (see Reader), and tells a writer of a stream's events.
 
     Args:
         when_sent: called once when the request is on its way. What it returns is told how long the first token of a
@@ -114,8 +114,12 @@ class Attempt:
         """Whether its answer is one that another backend may not give."""
         return self.head is not None and self.head.status in BUSY
 
-    def attach(self, writer: EventWriter, when_done: Callable[[UpstreamFailed | None], None]) -> None:
-        """Hand the writer what has come, and from now on what comes; at the end, tell `when_done` why it failed."""
+    def attach(self, writer: EventWriter | None, when_done: Callable[[UpstreamFailed | None], None]) -> None:
+        """Hand the writer what has come, and from now on what comes; at the end, tell `when_done` why it failed.
+
+        Args:
+            writer: None where nobody reads it.
+        """
         self._writer = writer
         queued, self._queued = b"".join(self._queued), []
         self._write(queued)

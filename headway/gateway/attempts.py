@@ -15,6 +15,7 @@ from headway.gateway.member import Member, clock
 from headway.gateway.replay import CannotReplay, Replay
 from headway.gateway.upstream import UpstreamFailed
 from headway.policy.fleet.backend import Ask, Backend
+from headway.policy.step.step_time import StepWork
 from headway.server.errors import ApiError, ClientGone
 
 # Failures of a backend that works on nothing: what is sent elsewhere then is no further load, and costs no retry.
@@ -133,36 +134,48 @@ class Attempts:
         return self._gateway.route(self._ask, self._serving, self._tried)
 
     async def _hand_over(self, handover: Handover, decode: Member) -> None:
-        """Have a backend for prompts compute the prompt, if that pays. Where it fails, `decode` computes it itself."""
+        """Have a backend for prompts begin to compute the prompt, if that pays; it goes on while `decode` is asked.
+
+        Where it fails, `decode` computes the prompt itself.
+        """
         gateway, ask = self._gateway, self._ask
         member = gateway.computing(ask, self._serving, decode)
         if member is None:
             return
         work = member.seen.sent(ask)
-        attempt = Attempt(member, ask, None, self._edit, lambda _: None, ask.tokens)
+        attempt = Attempt(member, ask, None, handover.read, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
             await attempt.begin(self._prompt_to(member))
         except UpstreamFailed as error:
             self._end_failed(attempt, error)
+            gateway.let_go(member)
             gateway.metrics.handed_over("failed")
         else:
-            ended_ns, status = clock(), attempt.head.status if attempt.head is not None else 0
-            if status == 200:
-                member.seen.answered(work, ended_ns - attempt.sent_ns)
-                handover.take(attempt, ended_ns)
-                self._end(attempt, "ok", False)
-            else:
-                self._end(attempt, f"status_{status}", is_fault(status, bytes(attempt.body)))
+            attempt.attach(None, partial(self._prompt_ended, handover, attempt, work))
             gateway.metrics.handed_over("kept" if handover.is_kept else "not_kept")
-        finally:
-            gateway.let_go(member)
+
+    def _prompt_ended(
+        self, handover: Handover, attempt: Attempt, work: StepWork, failure: UpstreamFailed | None
+    ) -> None:
+        """The answer of the backend for prompts has come to its end."""
+        status = 0 if attempt.head is None else attempt.head.status
+        if failure is not None:
+            self._end_failed(attempt, failure)
+        elif status != 200 or attempt.events.error:
+            outcome = "error_event" if status == 200 else f"status_{status}"
+            self._end(attempt, outcome, status == 200 or is_fault(status, bytes(attempt.body)))
+        else:
+            handover.ended_ns = clock()
+            attempt.member.seen.answered(work, handover.ended_ns - attempt.sent_ns)
+            self._end(attempt, "ok", False)
+        self._gateway.let_go(attempt.member)
 
     def _begin(self, member: Member, edit: Edit | None = None) -> Attempt:
         learns, ask, seen = self._is_work and self._gateway.router.learns and edit is None, self._ask, member.seen
         when_sent, tokens = partial(_learning, seen, ask) if learns else None, ask.tokens
         if self._handover is not None and self._handover.is_kept and member.entry.role == DECODE:
-            when_sent, tokens = partial(_receiving, seen, ask), 0
+            when_sent, tokens = partial(_receiving, seen, ask, self._handover), 0
         attempt = self.last = Attempt(member, ask, when_sent, edit or self._edit, self._on_token, tokens)
         self._under_way.append(attempt)
         self._tried.add(member)
@@ -278,7 +291,7 @@ def _learning(seen: Backend, ask: Ask) -> Callable[[int], None]:
     return partial(seen.answered, seen.sent(ask))
 
 
-def _receiving(seen: Backend, ask: Ask) -> Callable[[int], None]:
-    """The same of a prompt that another one has computed."""
+def _receiving(seen: Backend, ask: Ask, handover: Handover) -> Callable[[int], None]:
+    """The same of a prompt that another one computes."""
     seen.prefixes.add(ask.blocks)
-    return seen.received
+    return partial(handover.received, seen)

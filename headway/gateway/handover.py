@@ -1,16 +1,22 @@
 """A request whose prompt one backend computes and another goes on with: what each of them is asked.
 
-The first is asked for one token, which nobody sees. Its answer has the parameters with which the second finds what was
-computed. Whatever fails on this way, the second computes the prompt itself.
+The first is asked for one token, which nobody sees. Its answer is a stream, which has the parameters with which the
+second finds what is computed of the prompt as soon as its first chunk is. Then the second is asked, and fetches each
+chunk while the next one is computed. Whatever fails on this way, the second computes the prompt itself.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import msgspec
 
 from headway.gateway.asked import Api, Body
 from headway.gateway.attempt import Attempt
-from headway.gateway.joined import hop, phases_of_header
+from headway.gateway.events import Part
+from headway.gateway.joined import hop
+from headway.gateway.member import clock
+from headway.policy.fleet.backend import Backend
 
 _FIELD = "kv_transfer_params"
 _NULL = msgspec.Raw(b"null")
@@ -26,8 +32,9 @@ _OF_OUTPUT = frozenset(
 )
 
 
-class _Answer(msgspec.Struct):
+class _Event(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = _NULL
+    phases_ns: dict[str, int] = {}
 
 
 class Handover:
@@ -35,14 +42,16 @@ class Handover:
 
     Attributes:
         prompt_request: the body that a backend for prompts is sent.
-        phases: nanoseconds of its ledger that passed there and on the way, once it has answered.
+        phases: nanoseconds of its ledger that passed there and on the way, until the second could be asked.
+        ended_ns: when that backend had computed the prompt; 0 until then.
     """
 
     def __init__(self, fields: dict[str, msgspec.Raw]) -> None:
-        own = {"max_tokens": 1, "include_timings": True, _FIELD: {"do_remote_decode": True}}
+        own = {"max_tokens": 1, "stream": True, _FIELD: {"do_remote_decode": True}}
         asked = {name: value for name, value in fields.items() if name not in _OF_OUTPUT}
         self.prompt_request = msgspec.json.encode(asked | own)
         self.phases: dict[str, int] = {}
+        self.ended_ns = 0
         self._parameters = _NULL
 
     @classmethod
@@ -60,14 +69,23 @@ class Handover:
                 return None
         return cls(fields)
 
-    def take(self, attempt: Attempt, ended_ns: int) -> None:
-        """Take the answer of the backend that has computed the prompt."""
-        assert attempt.head is not None
-        self.phases = hop(phases_of_header(attempt.head.headers.get(b"server-timing", b"")), ended_ns - attempt.sent_ns)
-        try:
-            self._parameters = msgspec.json.decode(attempt.body, type=_Answer).kv_transfer_params
-        except (msgspec.MsgspecError, RecursionError):
-            self._parameters = _NULL
+    def read(self, raw: bytes, part: Part | None, attempt: Attempt) -> bytes:
+        """Take an event of the backend that computes the prompt: see Edit. Only the first one counts."""
+        if part is None or self.phases:
+            return b""
+        self.phases = hop({}, clock() - attempt.sent_ns)
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+            told = msgspec.json.decode(raw.removeprefix(b"data: "), type=_Event)
+            self._parameters, self.phases = told.kv_transfer_params, hop(told.phases_ns, clock() - attempt.sent_ns)
+        return raw
+
+    def received(self, seen: Backend, ttft_ns: int) -> None:
+        """Learn from a first token that has come just now, so long after the second was asked.
+
+        What counts is what the second added: the time since the prompt was computed.
+        """
+        if self.ended_ns:
+            seen.received(min(ttft_ns, clock() - self.ended_ns))
 
     @property
     def is_kept(self) -> bool:

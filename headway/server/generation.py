@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from headway.engine.client import EngineDead
-from headway.engine.messages import AddRequest, SequenceOutput
+from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings
 from headway.outputs.choices import Piece, TokenizedPrompt
 from headway.policy.admission.queue_bound import Place
 from headway.policy.cache.handle import Handle
@@ -110,6 +110,7 @@ class Generation:
         self.last: ServedChoice | None = None  # the choice that finished last
         self.hands_over = hands_over
         self.handle: Handle | None = None  # of the prompt that is kept
+        self.begun: SequenceTimings | None = None  # the engine's part of the ledger when the handle came last
         stamps = Stamps(arrived_ns, checked_ns, tokenized_ns=tokenized_ns, compiled_ns=compiled_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             request = AddRequest(
@@ -342,6 +343,8 @@ class Generation:
                 stamps.first_token_ns = received_ns
                 self._place.had_output(choice.index // choice.params.n, received_ns)
             stamps.last_token_ns = received_ns
+        elif output.handle is not None:
+            self.handle, self.begun = output.handle, output.timings
         if output.finish_reason is not None:
             self._settle_one(choice, output, received_ns, detokenized_ns)
         elif piece.finish_reason is not None:

@@ -58,15 +58,24 @@ class Handover:
     Args:
         token_bytes: bytes that each device sends for a token; devices send at the same time.
         bytes_per_s: the rate of a device.
+        chunk_tokens: of a chunk, which is sent while the next one is computed; 0 where all is sent at the end.
     """
 
     token_bytes: float = 0.0
     bytes_per_s: float = 1.0
     latency_s: float = 0.0
+    chunk_tokens: int = 0
 
     def ns(self, tokens: int) -> int:
         """Nanoseconds until so many tokens are sent."""
         return round(1e9 * (self.latency_s + tokens * self.token_bytes / self.bytes_per_s))
+
+    def until_ns(self, tokens: int, began_ns: int, ended_ns: int, free_ns: int) -> int:
+        """When a prompt is sent that was computed evenly between two times, by a server that sends another before."""
+        chunk = min(self.chunk_tokens or tokens, tokens)
+        first_ns = began_ns + (ended_ns - began_ns) * chunk // tokens
+        last = (tokens - 1) % chunk + 1
+        return max(max(first_ns, free_ns) + self.ns(tokens), ended_ns + self.ns(last))
 
 
 NO_HANDOVER = Handover()
@@ -317,8 +326,9 @@ class Fleet:
         if work is not None and first.token_ns:
             replica.seen.answered(work, first.token_ns[0] - sent_ns)
         if replica.role == PREFILL and first.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
-            sent_ns = max(first.ended_ns, replica.sends_until_ns) + replica.handover.ns(first.prompt_len)
-            replica.sends_until_ns = sent_ns
+            ended_ns, computing_ns = first.ended_ns, first.ledger.phases_ns.get(Phase.PREFILL_COMPUTE, 0)
+            times = ended_ns - computing_ns, ended_ns, replica.sends_until_ns
+            sent_ns = replica.sends_until_ns = replica.handover.until_ns(first.prompt_len, *times)
             self._at(sent_ns, partial(self._hand_over, first))
         else:
             self._tell(answers, replica.role)

@@ -11,6 +11,7 @@ from typing import Any
 from headway.changes import Change
 from headway.cost.attention import Chunk
 from headway.cost.capacity import sequence_bytes
+from headway.planner.engines import HEADWAY
 from headway.policy.step.options import SchedulingOptions
 from headway.policy.step.scheduler import Scheduler
 from headway.simulator.changes import changed
@@ -87,7 +88,9 @@ class Member:
             return NO_HANDOVER
         deployment, block_size = self.deployed.deployment, self.deployed.scheduler.blocks.block_size
         block = sequence_bytes(deployment, block_size, block_size, rolling=False)
-        return Handover(block / block_size, deployment.network.bytes_per_s, deployment.network.latency_s)
+        network, is_headway = deployment.network, self.deployed.about["engine"] == HEADWAY
+        chunk_tokens = self.deployed.scheduler.config.max_num_batched_tokens if is_headway else 0
+        return Handover(block / block_size, network.bytes_per_s, network.latency_s, chunk_tokens)
 
 
 def members(

@@ -15,11 +15,12 @@ import pytest
 from headway import LLM
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore
-from headway.engine.handover import Handovers
+from headway.engine.handover import _END, _HEAD, _KEPT, _PART, Handovers
 from headway.engine.messages import AddRequest, SequenceOutput
 from headway.engine.prepare import EngineError
 from headway.policy.cache.handle import KEY_VARIABLE, Handle
 from headway.policy.step.ledger import Phase
+from headway.policy.step.plan import StepPlan
 from headway.policy.step.sampling_params import SamplingParams
 from tests.engine.models import TINY_GPT_OSS, TINY_LATENT, write_config
 from tests.models import tiny
@@ -43,26 +44,32 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.lru_cache(maxsize=8)
 def engine(folder: str, **settings: Any) -> EngineCore:
     options = {"kv_cache_memory": 4 << 20, "num_threads": 1, "max_model_len": 256, "swap_space": 0.01} | settings
+    if options.get("role") == "prefill":  # in chunks
+        options |= {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     return LLM(folder, skip_tokenizer_init=True, device="cpu", load_format="dummy", **options).engine.core
 
 
-def run(core: EngineCore, **requests: AddRequest) -> dict[str, tuple[list[int], SequenceOutput]]:
-    """All tokens and the last output of each request."""
-    said: dict[str, list[int]] = {name: [] for name in requests}
+def ended(core: EngineCore) -> dict[str, tuple[list[int], SequenceOutput]]:
+    """All further tokens and the last output of each request that an engine has."""
+    said: dict[str, list[int]] = {}
     last: dict[str, SequenceOutput] = {}
-    for request in requests.values():
-        core.add(request)
     until = time.monotonic() + 60
-    while len(last) < len(requests):
+    while core.has_work:
         assert time.monotonic() < until
         time.sleep(core.waits_ms / 1e3)
         for output in core.step().outputs:
             assert output.error is None
-            said[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                last[output.request_id] = output
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+            last[output.request_id] = output
     core.check()
-    return {name: (said[name], last[name]) for name in requests}
+    return {name: (said[name], last[name]) for name in said}
+
+
+def run(core: EngineCore, **requests: AddRequest) -> dict[str, tuple[list[int], SequenceOutput]]:
+    """Do as ended() does with these requests."""
+    for request in requests.values():
+        core.add(request)
+    return ended(core)
 
 
 def asked(name: str, prompt: list[int], params: SamplingParams = DRAWN, **more: Any) -> AddRequest:
@@ -76,6 +83,15 @@ def handles(core: EngineCore, **prompts: list[int]) -> dict[str, Handle]:
     made = {name: last.handle for name, (_, last) in found.items()}
     assert all(each is not None for each in made.values())
     return made  # type: ignore[return-value]
+
+
+def begun(giver: EngineCore, prompt: list[int]) -> Handle:
+    """The handle of a prompt of which the first chunk is computed, and some more are to come."""
+    giver.scheduler.blocks.reset_prefix_cache()
+    giver.add(asked("one", prompt, SamplingParams(max_tokens=1, ignore_eos=True), hands_over=True))
+    (output,) = giver.step().outputs
+    assert output.handle is not None and output.finish_reason is None and output.timings is not None
+    return output.handle
 
 
 @pytest.mark.parametrize(
@@ -173,6 +189,106 @@ def test_a_prompt_whose_handle_is_no_good_is_computed_again(
     assert giver.scheduler.host is not None
     while giver.scheduler.host.lent:
         giver.scheduler.host.free(giver.scheduler.host.lent.popitem()[1])
+
+
+# --- while the prompt is being computed ---------------------------------------------------------------------
+
+
+def test_parts_come_while_the_next_ones_are_computed(folder: str) -> None:
+    """The time that is left for the transfer is that since the prompt was computed."""
+    giver, taker = engine(folder, role="prefill", dtype="float32"), engine(folder, role="decode", dtype="float32")
+    alone = run(engine(folder, dtype="float32"), one=asked("one", PROMPTS[4]))["one"][0]
+    handle = begun(giver, PROMPTS[4])
+    request, rows = asked("one", PROMPTS[4], handle=handle), of(taker)._blocks.rows
+    rows[:] = 0
+    taker.add(request)
+    until = time.monotonic() + 10
+    while not rows.any():
+        assert time.monotonic() < until
+        taker.step()
+    time.sleep(0.6)  # the giver is busy with others
+    assert taker.unready
+    ended(giver)
+    said, last = ended(taker)["one"]
+    assert said == alone and last.timings is not None
+    phases = last.timings.phases_ns
+    assert 0 < phases[Phase.KV_TRANSFER] < 0.5e9 and sum(phases.values()) == last.timings.ended_ns - request.sent_ns
+    time.sleep(0.05)
+    of(giver).sweep()
+    assert giver.scheduler.host is not None and giver.scheduler.host.num_used == 0
+
+
+def preempted(giver: EngineCore) -> None:
+    (sequence,) = giver.scheduler.running
+    giver.scheduler.sequences.preempt(sequence, StepPlan(), time.monotonic_ns())
+    giver._drop(sequence.seq_id)
+    ended(giver)
+
+
+# What becomes of a prompt after its first chunk, what the taker counts, and what its log says.
+MIDWAY: dict[str, tuple[Callable[[EngineCore], None], str, str]] = {
+    "preempted, and computed later": (preempted, "taken", ""),
+    "dropped": (lambda giver: giver.abort("one"), "lost", "is gone"),
+    "not gone on with": (lambda giver: None, "lost", "did not come within 1 s"),
+}
+
+
+@pytest.mark.parametrize("case", MIDWAY)
+def test_a_prompt_that_is_fetched_in_parts_comes_whole_or_is_computed_again(
+    folder: str, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver = engine(folder, role="prefill", dtype="float32")
+    taker = engine(folder, role="decode", dtype="float32", kv_transfer_timeout=1.0)
+    alone = run(engine(folder, dtype="float32"), one=asked("one", PROMPTS[4]))["one"][0]
+    goes_on, outcome, said = MIDWAY[case]
+    host, handle = taker.scheduler.host, begun(giver, PROMPTS[4])
+    assert host is not None and giver.scheduler.host is not None
+    before = host.counts[outcome]
+    taker.add(asked("one", PROMPTS[4], handle=handle))
+    time.sleep(0.05)
+    goes_on(giver)
+    assert ended(taker)["one"][0] == alone
+    assert host.counts[outcome] == before + 1 and said in caplog.text and host.num_used == 0
+    giver.abort("one")
+    time.sleep(0.05)
+    of(giver).sweep()
+    assert giver.scheduler.host.num_used == 0
+
+
+# What an engine sends of a prompt of so many blocks of so many bytes, and what the taker's log says.
+PARTS: dict[str, tuple[Callable[[Handle, int, int], bytes], str]] = {
+    "ends after a part": (lambda handle, blocks, size: _PART.pack(1) + bytes(size), "is gone"),
+    "has too many blocks": (lambda handle, blocks, size: _PART.pack(blocks + 1), "came 9"),
+    "has an empty part": (lambda handle, blocks, size: _PART.pack(0), "came 0"),
+    "has an early part of another prompt": (
+        lambda handle, blocks, size: _PART.pack(blocks) + bytes(blocks * size) + _END.pack(b"0" * 32, 0, 0),
+        "ended as another prompt",
+    ),
+    "has no ledger at its end": (
+        lambda handle, blocks, size: (
+            _PART.pack(blocks) + bytes(blocks * size) + _END.pack(handle.content.encode(), 0, 1) + b"!"
+        ),
+        "no ledger",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_are_wrong_are_not_used(
+    folder: str, case: str, silent: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, taker = engine(folder, role="prefill", dtype="float32"), engine(folder, role="decode", dtype="float32")
+    alone = run(engine(folder, dtype="float32"), one=asked("one", PROMPTS[4]))["one"][0]
+    sends, said = PARTS[case]
+    handle = signed(giver, handles(giver, one=PROMPTS[4])["one"], remote_port=silent.getsockname()[1])
+    taker.add(asked("one", PROMPTS[4], handle=handle))
+    assert taker.scheduler.host is not None
+    blocks, size = len(taker.scheduler.host.lent[handle.remote_request_id].host_blocks), of(taker)._blocks.block_bytes
+    with silent.accept()[0] as connection:
+        head = _HEAD.pack(_KEPT, handle.content.encode(), handle.num_tokens, blocks, size)
+        connection.sendall(head + sends(handle, blocks, size))
+    assert ended(taker)["one"][0] == alone and said in caplog.text and taker.scheduler.host.num_used == 0
+    expired(giver, handle)
 
 
 def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_the_limit(folder: str, silent: socket.socket) -> None:

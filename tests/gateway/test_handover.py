@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -17,7 +20,7 @@ from headway.policy.step.step_time import StepWork
 from tests.gateway.live_gateway import FAST, LiveGateway, events_of, file_text
 from tests.server.conftest import model_folder, tokenizer  # noqa: F401
 from tests.server.fake_engine import FakeEngine
-from tests.server.live_server import LiveServer
+from tests.server.live_server import LiveServer, eventually
 
 LONG = "Once upon a time there was a fox. " * 20
 HANDLE = Handle("127.0.0.1", 1, "a" * 32, 100, "b" * 32, "c" * 32, "d" * 64)
@@ -40,9 +43,10 @@ def servers(tokenizer: Any) -> Iterator[dict[str, LiveServer]]:  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def forget(servers: dict[str, LiveServer]) -> None:
-    for each in servers.values():
-        each.engine.requests.clear()
-        each.engine.handle = HANDLE
+    for role, each in servers.items():
+        each.engine.reset()
+        each.engine.max_model_len, each.engine.config.role, each.engine.handle = 1024, role, HANDLE
+        each.engine.finish_loading()
 
 
 def gateway(servers: dict[str, LiveServer], when: str = "always") -> LiveGateway:
@@ -85,6 +89,48 @@ def test_a_prompt_is_computed_at_one_and_answered_at_the_other(servers: dict[str
     assert [each.prompt_token_ids for each in computed] == [each.prompt_token_ids for each in answered]
 
 
+def test_the_second_is_asked_while_the_first_still_computes(servers: dict[str, LiveServer]) -> None:
+    """What the gateway learns of the second is the time since the first had computed the prompt."""
+    prefill, decode = servers["prefill"].engine, servers["decode"].engine
+    prefill.chunks, prefill.holds, prefill.step_s, decode.open = 2, True, 0.02, False
+    with gateway(servers) as running, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, running, stream=True, include_timings=True)
+        eventually(lambda: decode.requests)
+        time.sleep(0.6)
+        assert prefill.running and decode.requests[0].handle == HANDLE
+        prefill.holds = False
+        eventually(lambda: running.outcomes()["prefill"] == {"ok": 1})
+        decode.open = True
+        answer = asked.result()
+        assert running.outcomes() == {"prefill": {"ok": 1}, "decode": {"ok": 1}}
+        assert 0 < running.gateway.members["decode"].seen.received_ns < 0.5e9
+        timings = json.loads(events_of(answer)[-2])["timings"]
+        assert sum(timings["phases_ns"].values()) == timings["e2e_ns"] and "backend" not in timings["phases_ns"]
+
+
+def test_a_client_that_goes_away_ends_both(servers: dict[str, LiveServer]) -> None:
+    prefill, decode = servers["prefill"].engine, servers["decode"].engine
+    prefill.chunks, prefill.holds, prefill.step_s, decode.open = 1, True, 0.02, False
+    with gateway(servers) as running:
+        with pytest.raises(httpx.ReadTimeout):
+            running.client.post(PATHS[0], json={"model": "tiny", "prompt": LONG, "max_tokens": 5}, timeout=0.5)
+        assert decode.requests
+        eventually(lambda: not prefill.running and not decode.running)
+
+
+def test_a_first_server_that_fails_midway_costs_no_request(servers: dict[str, LiveServer]) -> None:
+    prefill, decode = servers["prefill"].engine, servers["decode"].engine
+    prefill.chunks, prefill.holds, prefill.step_s, decode.open = 1, True, 0.02, False
+    with gateway(servers) as running, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, running)
+        eventually(lambda: decode.requests)
+        prefill.drops = "timeout"
+        prefill.holds = False
+        eventually(lambda: running.outcomes()["prefill"] == {"error_event": 1})
+        decode.open = True
+        assert asked.result().status_code == 200
+
+
 def test_what_cannot_be_handed_over_is_computed_where_it_is_answered(servers: dict[str, LiveServer]) -> None:
     with gateway(servers) as running:
         for more in ({"n": 2}, {"prompt": [LONG, LONG]}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": "short"}):
@@ -119,7 +165,7 @@ def test_a_client_cannot_make_a_server_of_another_role_hand_over(servers: dict[s
     cases = (
         ("prefill", params, {}, "needs a server with --role decode; this one has prefill"),
         ("decode", remote, {}, "needs a server with --role prefill; this one has decode"),
-        ("prefill", remote, {}, "needs max_tokens 1, n 1, and no stream"),
+        ("prefill", remote, {}, "needs max_tokens 1 and n 1"),
         ("decode", {**params, **remote}, {}, "do_remote_decode and do_remote_prefill"),
         ("decode", {**params, "content": None}, {}, "has no content"),
         ("decode", params, {"prompt_logprobs": 1}, "without beam search and prompt_logprobs"),

@@ -65,6 +65,8 @@ class FakeEngine:
         self.tokens_per_step = 1
         self.shares = {"queue_capacity": 0.2, "prefill_compute": 0.3}
         self.handle: Handle | None = None  # of every prompt that is handed over
+        self.chunks = 0  # of each of these that are told of; while `holds`, the last of them does not end
+        self.holds = False
         self.loads = True
         self.fails_with: str | None = None
         self.state = "loading"
@@ -226,10 +228,14 @@ class _Saying:
         eos = request.eos_token_ids[-1:] if not self.params.ignore_eos else []
         self.words = iter(words + eos) if eos else itertools.cycle(words)
         self.stops = set(self.params.stop_token_ids) | set(eos)
-        self.said = 0
+        self.said = self.chunks = 0
 
     def next(self) -> SequenceOutput:
         output = SequenceOutput(self.request.request_id, self.index, [], cached_tokens=self._cached())
+        if self.request.hands_over and (self.chunks < self.engine.chunks or self.engine.holds):
+            self.chunks += 1
+            output.handle, output.timings = self.engine.handle, self._timings()
+            return output
         if (pooling := self.request.pooling) is not None:
             numbers = len(pooling.token_ids) or pooling.dimensions or WIDTH
             ends = [len(self.request.prompt_token_ids) / (at + 1) for at in range(numbers)]

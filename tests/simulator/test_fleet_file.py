@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -119,6 +120,16 @@ def test_prompts_are_computed_on_one_server_and_answers_on_another() -> None:
     assert len(fleet.answers) == 3 and [each.routed for each in (first, second)] == [2, 2]
 
 
+def test_all_but_the_last_chunk_is_sent_while_the_next_one_is_computed() -> None:
+    chunks = Handover(token_bytes=1000.0, bytes_per_s=1e6, chunk_tokens=10)  # a millisecond a token
+    whole = replace(chunks, chunk_tokens=0)
+    assert whole.until_ns(40, 0, 80 * MS, 0) == 120 * MS and whole.until_ns(40, 0, 80 * MS, 100 * MS) == 140 * MS
+    # Quicker than computing, so that the last chunk is left; slower, so that sending goes on from the first one on.
+    assert chunks.until_ns(40, 0, 80 * MS, 0) == 90 * MS and chunks.until_ns(40, 0, 20 * MS, 0) == 45 * MS
+    assert chunks.until_ns(40, 0, 20 * MS, 30 * MS) == 70 * MS  # another one is sent before
+    assert chunks.until_ns(5, 0, 10 * MS, 0) == 15 * MS and chunks.until_ns(41, 0, 80 * MS, 0) == 81 * MS
+
+
 def test_requests_whose_keys_and_values_are_lost_begin_anew() -> None:
     handover = Handover(token_bytes=1000.0, bytes_per_s=1e6)
     servers = [replica("prefill", handover=handover), replica("prefill", handover=handover), replica("decode")]
@@ -222,7 +233,8 @@ def test_servers_of_a_kind_are_as_the_file_says(tmp_path: Path) -> None:
     assert other.deployed.scheduler.config.max_num_seqs == 9
     assert not other.deployed.scheduler.blocks.enable_prefix_caching
     # 32 layers of 8 heads of 128 numbers, keys and values, of 2 bytes.
-    assert one.replica().handover == Handover(131072.0, 25e9, one.replica().handover.latency_s)
+    chunk_tokens = one.deployed.scheduler.config.max_num_batched_tokens
+    assert one.replica().handover == Handover(131072.0, 25e9, one.replica().handover.latency_s, chunk_tokens)
     assert isinstance(other.replica().server._timing, ReceivedPrompts)
 
 

@@ -14,7 +14,7 @@ from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.offload import Offloading
 from headway.policy.cache.prefix_index import PrefixMatch
 from headway.policy.cache.states import KeptStates, plan_keeps
-from headway.policy.cache.swap import HostPool, Swapped
+from headway.policy.cache.swap import Handed, HostPool, Swapped
 from headway.policy.cache.swapping import Swapping
 from headway.policy.cache.windows import Windows
 from headway.policy.step.plan import StepPlan, TableChange
@@ -300,15 +300,9 @@ class BlockManager:
         self.release(sequence)
         sequence.swapped = swapped
 
-    def hand_over(self, sequence: Sequence) -> Swapped | None:
-        """Have the host keep a copy of what was computed of a prompt, for another engine; None where it cannot."""
+    def hand_over(self, sequence: Sequence) -> Handed | None:
+        """Have the host keep a copy of what is computed of a prompt, for another engine; None where it cannot."""
         return None if self._swapping is None else self._swapping.hand_over(sequence)
-
-    def host_blocks_for(self, computed: int) -> int:
-        """How many blocks another engine hands over of a prompt with so many computed tokens."""
-        size, end = self._blocks.block_size, self._blocks.blocks_for(computed)
-        firsts = [(group.first(computed, size), group.sinks) for group in self._blocks.index.groups]
-        return sum(end - first + (sinks if first else 0) for first, sinks in firsts)
 
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks, those on the host too; the sequence has nothing computed any more.

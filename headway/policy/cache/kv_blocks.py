@@ -124,6 +124,15 @@ class KVBlocks:
         """How many blocks of a table hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
+    def entries_for(self, computed: int) -> list[tuple[int, int]]:
+        """The entries of block tables that tokens after so many computed ones need: each with its table, by tables."""
+        size, found, end = self.block_size, list[tuple[int, int]](), self.blocks_for(computed)
+        for number, group in enumerate(self.index.groups):
+            first = group.first(computed, size)
+            entries = [*range(group.sinks if first else 0), *range(first, end)]
+            found += [(entry, number) for entry in entries]
+        return found
+
     def most_blocks(self, num_tokens: int) -> int:
         """How many blocks one sequence holds at most, in all its tables, until it has so many tokens."""
         return most_blocks(self.groups, self.blocks_for(num_tokens))

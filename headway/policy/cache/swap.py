@@ -72,6 +72,17 @@ class Swapped:
     host_blocks: list[int]
 
 
+@dataclass(slots=True)
+class Handed(Swapped):
+    """What the host holds of a prompt for another engine, in the order in which blocks are computed.
+
+    Args:
+        copied: of its blocks, those that are copied there.
+    """
+
+    copied: int = 0
+
+
 class HostPool:
     """The blocks of a SwapSpace, which each plan's `swaps` fill and read in order.
 
@@ -134,11 +145,11 @@ class HostPool:
         self.counts["out"] += computed - start
         return Swapped(first, computed, host_blocks)
 
-    def take(self, count: int, computed: int) -> Swapped | None:
+    def take(self, count: int, computed: int) -> Handed | None:
         """Host blocks for all blocks of a prompt's first `computed` tokens; None where too few are free."""
         if not 0 < count <= len(self._free):
             return None
-        return Swapped(0, computed, [self._free.pop() for _ in range(count)])
+        return Handed(0, computed, [self._free.pop() for _ in range(count)])
 
     def swap_in(self, host_blocks: list[int], blocks: list[int], tokens: int) -> None:
         """Copy `tokens` back from host blocks to these."""

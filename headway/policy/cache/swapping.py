@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.prefix_index import PrefixMatch
-from headway.policy.cache.swap import BlockSwap, HostPool, Swapped
+from headway.policy.cache.swap import BlockSwap, Handed, HostPool, Swapped
 from headway.policy.step.request import BlockTable, Sequence
 
 
@@ -80,14 +80,24 @@ class Swapping:
         )
         self.host.swap_in(host_blocks, wanted, swapped.computed - found * self._blocks.block_size)
 
-    def hand_over(self, sequence: Sequence) -> Swapped | None:
-        """Have the host take what another engine needs to compute the last token of a prompt; None where it is full."""
-        sequence.num_computed = sequence.prompt_len - 1
-        held = [block for part in self._parts(sequence, [0] * len(sequence.tables)) for block in part]
-        taken = self.host.take(len(held), sequence.num_computed)
-        if taken is not None:
-            self.host.swaps.append(BlockSwap(True, held, taken.host_blocks))
-        return taken
+    def hand_over(self, sequence: Sequence) -> Handed | None:
+        """Have the host take what another engine needs to compute the last token of a prompt, as far as it is computed.
+
+        Returns:
+            What it has by now; None where it is full, which another try may change.
+        """
+        last, size = sequence.prompt_len - 1, self._blocks.block_size
+        wanted = sorted(self._blocks.entries_for(last))
+        handed = sequence.handed = sequence.handed or self.host.take(len(wanted), last)
+        if handed is None:
+            return None
+        computed, at = min(last, sequence.num_computed), handed.copied
+        while handed.copied < len(wanted) and min(last, (wanted[handed.copied][0] + 1) * size) <= computed:
+            handed.copied += 1
+        if at < handed.copied:
+            held = [sequence.tables[table].entries(entry, entry + 1)[0] for entry, table in wanted[at : handed.copied]]
+            self.host.swaps.append(BlockSwap(True, held, handed.host_blocks[at : handed.copied]))
+        return handed
 
     def free(self, sequence: Sequence) -> None:
         """Give back what the host holds of a sequence."""

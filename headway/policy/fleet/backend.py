@@ -124,7 +124,7 @@ class Backend:
         labels: what its operator says of it, such as its accelerator.
         share: share of its weight that it is to have now, above 0 to 1.
         ttft: learns the time to first token of its answers, as that of a step which computes all prompts that wait.
-        received_ns: the time to first token of late, where another server had computed the prompt.
+        received_ns: the time to first token of late, where another server had computed the prompt, from when it had.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Backend:
             self.ttft.observe(work, ttft_ns)
 
     def received(self, ttft_ns: int) -> None:
-        """Learn from the first token of a request whose prompt another server had computed."""
+        """Learn from the first token of a request whose prompt another server had computed so long before."""
         known = self.received_ns or ttft_ns
         self.received_ns = known + RECEIVED_GAIN * (ttft_ns - known)
 

@@ -1,7 +1,8 @@
 """Whether a prompt is computed by a server for prompts, or by the server that generates the answer.
 
 Where it is computed beside streams, each of these is held up by it. Elsewhere it holds up nobody who decodes, but it
-waits behind other prompts, and its keys and values have to be sent.
+waits behind other prompts, and its keys and values have to be sent. Most of them are sent while it is being computed:
+what counts is what is left then (`received_ns`).
 """
 
 from __future__ import annotations

@@ -91,6 +91,16 @@ class Ledger:
                 self.phases_ns[phase] = self.phases_ns.get(phase, 0) + length_ns
                 self.last_ns += length_ns
 
+    def tell_apart(self, phase: Phase, length_ns: int, parts: Mapping[Phase, int]) -> None:
+        """So much of the time of a phase was spent on these, in proportion. Nothing changes where there are none."""
+        left_ns, total = max(0, min(length_ns, self.phases_ns.get(phase, 0))), sum(parts.values())
+        for part, share in parts.items():
+            if share > 0:
+                taken_ns = left_ns * share // total
+                left_ns, total = left_ns - taken_ns, total - share
+                self.phases_ns[phase] -= taken_ns
+                self.phases_ns[part] = self.phases_ns.get(part, 0) + taken_ns
+
     @property
     def total_ns(self) -> int:
         return self.last_ns - self.began_ns

@@ -13,7 +13,7 @@ from headway.policy.admission.tenants import DEFAULT_TENANT
 from headway.policy.cache.handle import Handle
 from headway.policy.cache.kv_groups import PASSED
 from headway.policy.cache.prefix_index import PrefixMatch
-from headway.policy.cache.swap import Swapped
+from headway.policy.cache.swap import Handed, Swapped
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass
 from headway.policy.step.ledger import Ledger, Phase
 from headway.policy.step.pooling import PoolingParams
@@ -165,8 +165,9 @@ class Sequence:
     checkpoint: int = -1  # until its first step: the slot of the state behind its computed tokens
     keeps_at: tuple[int, ...] = ()  # tokens of its prompt behind which its state, or what windows see, is to be kept
     rolling: int = 0  # node of the last checkpoint that was made while it decodes
-    swapped: Swapped | None = None  # while it waits: what the host holds of it; when it hands over, after its end
+    swapped: Swapped | None = None  # while it waits: what the host holds of it
     hands_over: bool = False
+    handed: Handed | None = None  # what the host holds of its prompt for another engine
     named: tuple[int, bytes] = (0, b"")  # how many of its pages have a name for `offload`, and that of the last
     seq_id: int = 0  # its number at the scheduler, in order of arrival
     in_executor: bool = False  # a plan has told of it since it was last admitted

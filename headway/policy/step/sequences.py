@@ -210,11 +210,9 @@ class Sequences(Mapping[int, Sequence]):
             self.unserved.discard(sequence)
         if sequence.pins_prompt:
             self._pin_prompt(sequence)
-        handed = None
         if sequence.hands_over and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            handed = self.block_manager.hand_over(sequence)
+            self.block_manager.hand_over(sequence)
         self.block_manager.release(sequence)
-        sequence.swapped = handed
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
 

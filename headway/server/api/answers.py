@@ -20,7 +20,7 @@ from headway.server.api.handover import parameters_of
 from headway.server.api.schemas import GenerationBody
 from headway.server.edge.streaming import DONE, EventWriter, event
 from headway.server.generation import Generation, clock
-from headway.server.timings import with_timings
+from headway.server.timings import ChoiceTimings, with_timings
 from headway.text.tokenizer import Tokenizer
 
 encode = msgspec.json.encode
@@ -183,7 +183,7 @@ class Answer(ABC):
 
     async def events(self, writer: EventWriter) -> None:
         """Push server-sent events, the last of them [DONE]. Raises what Generation.run() raises."""
-        await self.generation.run(partial(self._grow, writer))
+        await self.generation.run(partial(self._grow_handed if self.generation.hands_over else self._grow, writer))
         if self._last is not None:
             await self._push_timed(writer, *self._last)
         if self._usage_at_end:
@@ -206,6 +206,18 @@ class Answer(ABC):
             self._last = choice, encoded
         else:
             self._push(writer, choice, is_last, encoded)
+
+    def _grow_handed(self, writer: EventWriter, choice: ServedChoice, piece: Piece) -> None:
+        """Do as _grow(), and before, with each chunk of a prompt that is handed over, tell what names it."""
+        generation = self.generation
+        engine = choice.timings or generation.begun
+        if engine is not None:
+            timings = ChoiceTimings(choice.stamps, engine, 0)
+            timings.mark(Phase.TRANSPORT, clock())
+            phases = {str(phase): length for phase, length in timings.ledger.phases_ns.items()}
+            told = {"kv_transfer_params": parameters_of(generation.handle), "phases_ns": phases}
+            writer.push(event(encode({**self._chunk(None), **told})))
+        self._grow(writer, choice, piece)
 
     def _open(self, writer: EventWriter, choice: ServedChoice) -> None:
         self._opened.add(choice.index)

@@ -1,7 +1,8 @@
 """Prompts that one server computes and another goes on with: what of this is in bodies and answers.
 
 The field is vLLM's `kv_transfer_params`. Whoever routes asks a server with --role prefill for one token, with
-`do_remote_decode`; its answer has the parameters with which a server with --role decode is then asked for the whole.
+`do_remote_decode`; its answer has the parameters with which a server with --role decode is then asked for the whole. A
+stream has an event with them for each chunk of the prompt that is computed, with the phases of its ledger so far.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def handover_of(
         said = "is for one prompt, without beam search and prompt_logprobs"
         raise bad_request(f"{_FIELD} {said}; leave it out", _FIELD)
     if asked.do_remote_decode:
-        if params.max_tokens != 1 or params.n != 1 or body.stream:
-            raise bad_request(f"{_FIELD} with do_remote_decode needs max_tokens 1, n 1, and no stream", _FIELD)
+        if params.max_tokens != 1 or params.n != 1:
+            raise bad_request(f"{_FIELD} with do_remote_decode needs max_tokens 1 and n 1", _FIELD)
         return True, None
     given = {name: getattr(asked, name) for name in Handle.__struct_fields__}
     missing = next((name for name, value in given.items() if value is None), None)
