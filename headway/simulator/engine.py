@@ -12,6 +12,7 @@ from operator import attrgetter
 from headway.policy.admission.intake import taken_up
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.ledger import Phase
+from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import NEVER, Sequence, sequences_of
 from headway.policy.step.scheduler import Scheduler
 from headway.policy.step.steady import Draws, SteadyDecodes
@@ -20,7 +21,7 @@ from headway.simulator.adapters import Adapters
 from headway.simulator.answers import Choice, EngineDied, Present, Stuck
 from headway.simulator.drafts import Drafts
 from headway.simulator.log import StepLog
-from headway.simulator.timing import DecodeTiming, ForeseenTiming, Timing
+from headway.simulator.timing import BesideTiming, DecodeTiming, ForeseenTiming, Timing
 from headway.simulator.traffic import EOS
 
 # While sequences wait and nothing can run, the scheduler is asked so often; and in the end for so long.
@@ -63,7 +64,7 @@ class Engine(ABC):
     """
 
     def __init__(self, scheduler: Scheduler, timing: Timing, host: Host, next_engine: NextEngine | None) -> None:
-        self.scheduler = scheduler
+        self._begin(scheduler)
         self.steps = StepLog()
         self.now = 0
         self.is_idle = False
@@ -71,6 +72,7 @@ class Engine(ABC):
         self._timing = timing
         self._decode_timing = timing if isinstance(timing, DecodeTiming) else None
         self._foreseen_timing = timing if isinstance(timing, ForeseenTiming) else None
+        self._beside_timing = timing if isinstance(timing, BesideTiming) else None
         self._steady: SteadyDecodes | None = None  # a run of steps that is under way
         self._under_way: list[StepTimes] = []  # of these, those that need no look
         self._host = host
@@ -179,10 +181,11 @@ class Engine(ABC):
             self.adapters.planned(plan, planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
-        if not plan.scheduled:
+        beside = 0 if self._steady is None else self._steady.num_beside
+        if not (plan.scheduled or beside):
             return (yield from self._wait(plan.wait_until_ns))
         try:
-            times = self._timing.times(plan, planned + self.scheduler.config.swap.one_way_ns(plan.swaps))
+            times = self._times(plan, beside, planned + self.scheduler.config.swap.one_way_ns(plan.swaps))
         except EngineDied as died:
             if self._next_engine is None:
                 raise
@@ -192,13 +195,14 @@ class Engine(ABC):
             times = self.adapters.longer(times, plan, self._choices)
         yield times.sampled_ns - 1  # what comes during a step finds the queue as it was before its end
         drawn = self._drawn if self.drafts is None else self.drafts.drawn(plan, self._choices, self._drawn)
-        changed = self.scheduler.complete(plan, drawn, times)
+        complete = self._steady.complete_beside if self._steady is not None and beside else self.scheduler.complete
+        changed = complete(plan, drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
-        self._log(planned, plan.work, len(plan.scheduled), len(plan.preempted), times)
+        self._log(planned, plan.work, len(plan.scheduled) + beside, len(plan.preempted), times)
         choices = self._choices
         if self.drafts is not None:
             self.drafts.step_ended(plan, changed, planned, times)
-        if self._steady is not None:
+        if self._steady is not None and not beside:
             if (others := self._steady.absorb(changed, now)) is None:
                 self._end_run(len(self.steps) - 1)
             else:
@@ -214,6 +218,11 @@ class Engine(ABC):
                 self._end(choice)
             elif self._steady is not None:
                 self._steady.join(sequence)
+
+    def _times(self, plan: StepPlan, beside: int, launched_ns: int) -> StepTimes:
+        if beside and self._beside_timing is not None and self._steady is not None:
+            return self._beside_timing.times_beside(plan, self._steady.contexts(), launched_ns)
+        return self._timing.times(plan, launched_ns)
 
     def _log(self, planned: int, work: StepWork, sequences: int, preempted: int, times: StepTimes) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.blocks
@@ -234,6 +243,8 @@ class Engine(ABC):
         """The next steps, where the same choices decode in them as before and nothing is to be decided."""
         if self._steady is None and self.drafts is None and self.adapters is None:
             self._steady = SteadyDecodes.of(self.scheduler, self._draws)
+            if self._steady is not None and self._beside_timing is not None:
+                self.scheduler.decode = self._steady.decode
         if self._steady is None or (found := self._steady.next_steps(self.now)) is None:
             return []
         work, most = found
@@ -295,7 +306,7 @@ class Engine(ABC):
 
     def _end_run(self, steps: int) -> None:
         """The run of steps is over, if one is under way, and its choices had a token in the first so many of all."""
-        self._steady = None
+        self._steady, self.scheduler.decode = None, self.scheduler.decode_each
         for choice in self._choices.values():
             if choice.since >= 0:
                 self._note_tokens(choice, steps)
@@ -359,9 +370,13 @@ class Engine(ABC):
                 self._inbox.append((self._add, present))
         self.now = self._ran_ns = died.back_ns
 
+    def _begin(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        scheduler.decisions = deque(maxlen=1)  # nobody looks back, and plans of many steps would fill the cache
+
     def _begin_anew(self, scheduler: Scheduler) -> None:
         """Have the scheduler of another engine, which knows nothing."""
-        self.scheduler = scheduler
+        self._begin(scheduler)
         if self.drafts is not None:
             self.drafts = Drafts(self.drafts.plan, scheduler)
         if self.adapters is not None:

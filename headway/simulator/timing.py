@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
 from headway.cost.attention import Chunk, append_alike, read_once
-from headway.cost.timing import Deployment, TimeBreakdown
-from headway.cost.work import Operation
+from headway.cost.timing import Deployment
 from headway.policy.step.accounting import StepTimes
 from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
 from headway.policy.step.step_time import StepWork
 
 CONTEXT = 16
-MOST_KNOWN = 10_000  # steps, and as many before them
+MOST_KNOWN = 2_000  # steps, and as many before them: few more fit in a processor's cache
 
 
 class Timing(Protocol):
@@ -37,6 +36,19 @@ class DecodeTiming(Timing, Protocol):
 
         Args:
             contexts: the tokens that each sequence has computed; a call costs time for each.
+        """
+
+
+@runtime_checkable
+class BesideTiming(DecodeTiming, Protocol):
+    """A timing that needs no parts in the plan of a step for sequences that decode beside those of the plan."""
+
+    def times_beside(self, plan: StepPlan, contexts: list[int], now: int) -> StepTimes:
+        """The times of a step, as times() gives them.
+
+        Args:
+            plan: with the work of the whole step.
+            contexts: the tokens that each sequence beside the plan has computed.
         """
 
 
@@ -94,7 +106,10 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """The host's time comes before the step is launched."""
-        return self.times_of(tuple(self.chunks(plan.scheduled, plan.work.repeated_context)), now)
+        return self.times_beside(plan, [], now)
+
+    def times_beside(self, plan: StepPlan, contexts: list[int], now: int) -> StepTimes:
+        return self.times_of(tuple(self.chunks(plan.scheduled, plan.work.repeated_context, contexts)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
@@ -116,8 +131,9 @@ class Predicted:
             elif context > alike_until:
                 chunk = self._decodes_of(count, context, repeated)
                 parts, alike_until = self._known_parts((chunk,)), (chunk.context + CONTEXT // 2) * count - 1
-            steps.append(_times(parts, now))
-            now, context = steps[-1].sampled_ns, context + count
+            launched, computed = now + parts[0], now + parts[0] + parts[1]
+            now, context = computed + parts[2], context + count
+            steps.append(StepTimes(launched, computed, now))
         return steps
 
     def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
@@ -132,21 +148,28 @@ class Predicted:
             parts = self._known[chunks] = self._known_before.get(chunks) or self._parts(chunks)
         return parts
 
-    def _step(self, chunks: tuple[Chunk, ...]) -> TimeBreakdown:
-        return self.deployment.step([replace(each, sequences=self.alike * each.sequences) for each in chunks])
+    def _of_all(self, chunks: tuple[Chunk, ...]) -> Sequence[Chunk]:
+        """The chunks with the sequences that each one stands for."""
+        return chunks if self.alike == 1 else [replace(each, sequences=self.alike * each.sequences) for each in chunks]
 
     def _parts(self, chunks: tuple[Chunk, ...]) -> tuple[int, int, int]:
         """Nanoseconds of the host, of the forward pass, and of sampling."""
-        step = self._step(chunks)
-        sampling_s = sum([part.seconds for part in step.parts if part.name == Operation.SAMPLING])
-        return round(step.host_s * 1e9), round((step.device_s - sampling_s) * 1e9), round(sampling_s * 1e9)
+        host_s, device_s, sampling_s = self.deployment.step_s(self._of_all(chunks))
+        return round(host_s * 1e9), round((device_s - sampling_s) * 1e9), round(sampling_s * 1e9)
 
-    def chunks(self, scheduled: list[ScheduledSequence], repeated: int = 0) -> list[Chunk]:
-        """The work of a step as the cost model takes it; `repeated` is the step's StepWork.repeated_context."""
+    def chunks(self, scheduled: list[ScheduledSequence], repeated: int = 0, beside: Sequence[int] = ()) -> list[Chunk]:
+        """The work of a step as the cost model takes it.
+
+        Args:
+            repeated: the step's StepWork.repeated_context.
+            beside: the tokens that each further sequence has computed, which decodes beside those scheduled.
+        """
         cached = self.cached
         contexts = [item.start + cached for item in scheduled if item.decoding and item.samples == 1]
         chunks: list[Chunk] = []
-        if len(contexts) < len(scheduled):
+        is_all = len(contexts) == len(scheduled)
+        contexts += [each + cached for each in beside] if cached else beside
+        if not is_all:
             for item in scheduled:
                 if not item.decoding or item.samples > 1:
                     rows = min(len(item.token_ids), item.samples + item.logit_rows)
@@ -196,7 +219,7 @@ class Staged(Predicted):
     def times_of(self, chunks: tuple[Chunk, ...], now: int) -> StepTimes:
         begun = max(now, self._free_ns)
         if chunks not in self._paces:
-            self._paces[chunks] = round(1e9 * self.deployment.pace(self._step(chunks)))
+            self._paces[chunks] = round(1e9 * self.deployment.pace(self.deployment.step(self._of_all(chunks))))
         self._free_ns = begun + self._paces[chunks]
         times = Predicted.times_of(self, chunks, begun)
         self.stages_ns += times.sampled_ns - begun

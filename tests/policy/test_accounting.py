@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.policy.step.accounting import Accounting, StepTimes
 from headway.policy.step.ledger import Ledger, Phase
-from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.plan import ScheduledSequence, work_of
 from headway.policy.step.request import Sequence, Status
 from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
 from tests.policy.simulation import check_ledger, make_sequence
@@ -171,14 +171,15 @@ def divided(chunks: list[int], logit_rows: list[int], drafts: int = 0) -> tuple[
     sequences = [decoder, *(make_sequence(str(i), [1] * 400, 5) for i in range(len(chunks)))]
     for sequence in sequences:
         sequence.status = Status.RUNNING
-    accounting.record_step([], StepPlan(), [], StepTimes(0, 0, 0))
+    accounting.record_step([], StepWork(), [], StepTimes(0, 0, 0))
     accounting.join_decode_clock(decoder)
     scheduled = [ScheduledSequence(0, 100, [7] * (1 + drafts), True, 1 + drafts)]
     for number, (chunk, rows) in enumerate(zip(chunks, logit_rows, strict=True), 1):
         scheduled.append(ScheduledSequence(number, 0, [1] * chunk, False, 0, logit_rows=rows))
-    plan = StepPlan(scheduled, work=work_of(scheduled))
-    whole = linear_time(plan.work)
-    accounting.record_step(sequences, plan, [], StepTimes(10, 10 + whole, 10 + whole + 5))
+    work = work_of(scheduled)
+    whole = linear_time(work)
+    parts = list(zip(sequences, scheduled, strict=True))
+    accounting.record_step(parts, work, [], StepTimes(10, 10 + whole, 10 + whole + 5))
     accounting.leave(decoder, 10 + whole + 5)
     for sequence in sequences:
         assert sequence.ledger.last_ns == 10 + whole + 5

@@ -18,6 +18,7 @@ from headway.policy.objectives.promises import (
     Promises,
     Yield,
 )
+from headway.policy.step.accounting import StepTimes
 from headway.policy.step.request import Sequence
 from headway.policy.step.step_time import StepWork
 from tests.policy.exact import MS, Exact, decoding, waiting
@@ -210,10 +211,10 @@ def test_newcomers_have_room_up_to_a_share_of_the_tightest_time() -> None:
 def test_time_between_steps_is_followed() -> None:
     heeding = promises()
     for start in range(0, 10_000, 100):
-        heeding.heed(start * MS, start * MS + MS, (start + 50) * MS, (start + 52) * MS)
+        heeding.heed(start * MS, [StepTimes(start * MS + MS, (start + 50) * MS, (start + 52) * MS)])
     assert heeding.between_steps_ns == pytest.approx(3 * MS, rel=1e-3)
     for start in range(10_000, 20_000, 55):  # planned 3 ms after the last was sampled
-        heeding.heed(start * MS, start * MS + MS, (start + 50) * MS, (start + 52) * MS)
+        heeding.heed(start * MS, [StepTimes(start * MS + MS, (start + 50) * MS, (start + 52) * MS)])
     assert heeding.between_steps_ns == pytest.approx(6 * MS, rel=1e-2)
     assert heeding.step_ns(0, 0) == pytest.approx(
         heeding.between_steps_ns + LEAST_MARGIN * ALONE.predict_ns(StepWork())

@@ -280,7 +280,7 @@ class BlockManager:
             known = self._windows.known_page(sequence)
             first, *further = [table.entries(known, full) for table in tables]
         parent: int | str = sequence.cache_node if known else sequence.cache_salt
-        tokens = tuple(sequence.tokens[known * size : full * size])
+        tokens = sequence.tokens[known * size : full * size]
         sequence.cache_node = self._blocks.register(first, parent, tokens, further)
         sequence.num_registered = full
         if self.offloading is not None:

@@ -42,13 +42,13 @@ class Queue:
     One that goes before its turn keeps its place in `_order`, and is passed over when its turn comes.
     """
 
-    __slots__ = ("_gone", "_num_gone", "_order", "add")
+    __slots__ = ("_gone", "_num_gone", "_order", "add", "add_all")
 
     def __init__(self) -> None:
         self._order: deque[int] = deque()
         self._gone: Counter[int] = Counter()  # how many of the first places of a block are empty
         self._num_gone = 0
-        self.add = self._order.append
+        self.add, self.add_all = self._order.append, self._order.extend
 
     def __len__(self) -> int:
         return len(self._order) - self._num_gone
@@ -67,7 +67,7 @@ class Queue:
         self._num_gone += 1
         if 2 * self._num_gone > len(self._order):
             self._order = deque(self)
-            self.add = self._order.append
+            self.add, self.add_all = self._order.append, self._order.extend
             self._gone.clear()
             self._num_gone = 0
 
@@ -142,10 +142,19 @@ class CachedBlocks:
         self._shares = shares
         self._haste = {each.name: HASTE for each in classes if math.isinf(min(each.ttft_ms, each.e2e_ms))}
 
-    def add(self, blocks: list[int]) -> None:
-        """The last sequence has released these blocks, in this order."""
+    def add(self, blocks: list[int], alike: str | None = None) -> None:
+        """The last sequence has released these blocks, in this order.
+
+        Args:
+            alike: the class of all of them, where they are of one.
+        """
         self.num_cached += len(blocks)
         owners, since, is_protected, time = self.owners, self.since, self._is_protected, self._time
+        if alike is not None and not self.num_protected:
+            for now, block in enumerate(blocks, time + 1):
+                since[block] = now
+            self._time = time + len(blocks)
+            return self._queues[alike].add_all(blocks)
         owner, add = None, self._protected.add
         for block in blocks:
             time += 1

@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
+from operator import sub
 
 from headway.policy.cache.checkpoints import Checkpoints
 from headway.policy.cache.eviction import COMMON, CachedBlocks
@@ -178,7 +179,8 @@ class KVBlocks:
                 self._forget(evicted)
                 blocks += evicted
             if count > 1:
-                self.runs += sum([second != first + 1 for first, second in pairwise(blocks)])
+                steps = list(map(sub, blocks[1:], blocks))
+                self.runs += len(steps) - steps.count(1)
         for block in blocks:
             references[block] = 1
             owners[block] = owner
@@ -186,6 +188,22 @@ class KVBlocks:
             self.runs += blocks[0] - 1 != after
         self.used[owner] += count
         self.allocated += count
+        return blocks
+
+    def allocate_each(self, wanted: Sequence[tuple[str, int]]) -> list[int]:
+        """Take a block for each of these classes, behind a block, as allocate() does one after the other.
+
+        No class may have a share of the pool. There must be as many blocks.
+        """
+        owners, used, runs, first = self.cached.owners, self.used, self.runs, wanted[0][0]
+        blocks = self.allocate(len(wanted), first)
+        for block, (owner, after) in zip(blocks, wanted, strict=True):
+            runs += block - 1 != after
+            if owner != first:
+                owners[block] = owner
+                used[first] -= 1
+                used[owner] += 1
+        self.runs = runs
         return blocks
 
     def share(self, blocks: Iterable[int], owner: str = COMMON) -> None:
@@ -204,27 +222,29 @@ class KVBlocks:
                     used[COMMON] += 1
             references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: list[int]) -> None:
         """Drop a reference to each block of a sequence, given in order of position.
 
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
         references, owners, nodes = self.references, self.cached.owners, self.index.nodes
-        freed: list[int] = []
-        cached: list[int] = []
-        for block in reversed(blocks):
-            left = references[block] = references[block] - 1
-            if left == 0:
-                (cached if nodes[block] else freed).append(block)
-            elif left > 0:
-                self.repeated -= 1
-            else:
-                raise RuntimeError(f"block {block} was released more often than it was taken")
-        classes = [owners[block] for block in freed + cached]
-        for owner in set(classes):
+        for block in blocks:
+            references[block] -= 1
+        idle = blocks[::-1]
+        if any(left := [references[block] for block in idle]):
+            if min(left) < 0:
+                raise RuntimeError(f"block {idle[left.index(min(left))]} was released more often than it was taken")
+            idle = [block for block, count in zip(idle, left, strict=True) if not count]
+            self.repeated -= len(left) - len(idle)
+        cached = [block for block in idle if nodes[block]]
+        if len(cached) < len(idle):
+            self._free += [block for block in idle if not nodes[block]]
+        classes = [owners[block] for block in idle]
+        names = set(classes)
+        for owner in names:
             self.used[owner] -= classes.count(owner)
-        self._free += freed
-        self.cached.add(cached)
+        if cached:
+            self.cached.add(cached, names.pop() if len(names) == 1 else None)
 
     def pass_by(self, blocks: list[int]) -> None:
         """Release blocks that a window has passed while their sequence goes on. They are given up before all others."""
@@ -263,7 +283,7 @@ class KVBlocks:
         return known.blocks
 
     def register(
-        self, blocks: list[int], parent: int | str, tokens: tuple[int, ...], further: Sequence[list[int]] = ()
+        self, blocks: list[int], parent: int | str, tokens: Sequence[int], further: Sequence[list[int]] = ()
     ) -> int:
         """Enter full blocks with these tokens in the prefix index; PrefixIndex.register() describes the arguments."""
         index = self.index

@@ -108,7 +108,7 @@ class PrefixIndex:
     # --- changes ------------------------------------------------------------------------------------
 
     def register(
-        self, blocks: Sequence[int], parent: int | str, tokens: Tokens, further: Sequence[Sequence[int]] = ()
+        self, blocks: Sequence[int], parent: int | str, tokens: Sequence[int], further: Sequence[Sequence[int]] = ()
     ) -> int:
         """Enter full blocks, one after the other, under a parent node or a salt.
 
@@ -121,20 +121,45 @@ class PrefixIndex:
         Returns:
             The node that later pages hang from.
         """
-        size, nodes, parents, children = self._block_size, self.nodes, self._parents, self._children
+        nodes, parents, children, kept, new = self.nodes, self._parents, self._children, self._tokens, self._next_node
         node = 0
-        for at, block in enumerate(blocks):
-            page = tokens[at * size : (at + 1) * size]
+        for block, page in zip(blocks, zip(*[iter(tokens)] * self._block_size, strict=True), strict=True):
             if parent in children or nodes[block]:
-                node = self._register_beside(block, parent, page)
+                self._next_node = new
+                parent = node = self._register_beside(block, parent, page)
+                new = self._next_node
             else:
                 children[parent] = block
-                parents[block], self._tokens[block] = parent, page
-                node = nodes[block] = self._next_node
-                self._next_node += 1
-            parent = node
-        self.version += 1
+                parents[block] = parent
+                kept[block] = page
+                nodes[block] = parent = node = new
+                new += 1
+        self._next_node = new
+        self.version += len(blocks)
         return node
+
+    def are_leaves(self, nodes: list[int]) -> bool:
+        """Whether these are nodes from which nothing hangs; 0 is none."""
+        return 0 not in nodes and self._children.keys().isdisjoint(nodes)
+
+    def register_each(self, pages: Iterable[tuple[int, int, Tokens]]) -> list[int]:
+        """Enter full blocks, each with a parent node and tokens of its own, one after the other.
+
+        Returns:
+            The nodes that later pages hang from.
+        """
+        nodes, parents, children, kept, found = self.nodes, self._parents, self._children, self._tokens, list[int]()
+        for block, parent, tokens in pages:
+            if parent in children or nodes[block]:
+                found.append(self._register_beside(block, parent, tokens))
+                continue
+            children[parent] = block
+            parents[block], kept[block] = parent, tokens
+            nodes[block] = self._next_node
+            found.append(self._next_node)
+            self._next_node += 1
+        self.version += len(found)
+        return found
 
     def _register_beside(self, block: int, parent: int | str, tokens: Tokens) -> int:
         """Enter a block where the parent has other children, or the block is registered already."""
@@ -165,16 +190,17 @@ class PrefixIndex:
         parents, children, numbers = self._parents, self._children, self._numbers
         for place in places:
             siblings = children.pop(parents[place])
-            if isinstance(siblings, dict):
+            if siblings != place:
+                assert isinstance(siblings, dict)
                 del siblings[self._tokens[place]]
                 if siblings:
                     children[parents[place]] = siblings
             numbers[place] = 0
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def forget(self, blocks: list[int]) -> None:
         """Take registered blocks out of the tree."""
         self._take_out(blocks)
-        self.version += 1
+        self.version += len(blocks)
 
     def clear(self) -> None:
         """Take all pages out of the tree."""

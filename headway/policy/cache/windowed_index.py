@@ -84,7 +84,7 @@ class WindowedIndex(PrefixIndex):
     # --- changes ------------------------------------------------------------------------------------
 
     def register(
-        self, blocks: Sequence[int], parent: int | str, tokens: Tokens, further: Sequence[Sequence[int]] = ()
+        self, blocks: Sequence[int], parent: int | str, tokens: Sequence[int], further: Sequence[Sequence[int]] = ()
     ) -> int:
         """Do as PrefixIndex.register(); but a block that nobody uses makes way for another with the same prefix.
 
@@ -92,7 +92,7 @@ class WindowedIndex(PrefixIndex):
         """
         size, node = self._block_size, 0
         for at, block in enumerate(blocks):
-            page = tokens[at * size : (at + 1) * size]
+            page = tuple(tokens[at * size : (at + 1) * size])
             node = self._register_page([block, *[each[at] for each in further]], parent, page)
             parent = node
         self._prune(self._places[node])

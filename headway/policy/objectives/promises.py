@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from headway.policy.objectives.fairness import FairSequences
 from headway.policy.objectives.orders import promise_rank
+from headway.policy.step.accounting import StepTimes
 from headway.policy.step.request import NEVER, Sequence
 from headway.policy.step.step_time import StepTimeModel, StepWork
 
@@ -145,13 +146,21 @@ class Promises:
         """The factor on predicted times before anything is promised by them."""
         return max(LEAST_MARGIN, self._step_time.overrun)
 
-    def heed(self, planned_ns: int, launched_ns: int, computed_ns: int, sampled_ns: int) -> None:
-        """Learn from a step's times what a step takes on top of its forward pass."""
-        overhead_ns = (sampled_ns - planned_ns) - (computed_ns - launched_ns)
-        if planned_ns - self._last_sampled_ns < _SAME_RUN_NS:
-            overhead_ns += planned_ns - self._last_sampled_ns
-        self._last_sampled_ns = sampled_ns
-        self.between_steps_ns += _FOLLOWED * (overhead_ns - self.between_steps_ns)
+    def heed(self, planned_ns: int, steps: Iterable[StepTimes]) -> None:
+        """Learn from steps' times what a step takes on top of its forward pass.
+
+        Args:
+            planned_ns: when the first was planned; each further one was when the one before had ended.
+        """
+        between_ns, last_ns = self.between_steps_ns, self._last_sampled_ns
+        for times in steps:
+            sampled_ns = times.sampled_ns
+            overhead_ns = (sampled_ns - planned_ns) - (times.computed_ns - times.launched_ns)
+            if planned_ns - last_ns < _SAME_RUN_NS:
+                overhead_ns += planned_ns - last_ns
+            between_ns += _FOLLOWED * (overhead_ns - between_ns)
+            planned_ns = last_ns = sampled_ns
+        self.between_steps_ns, self._last_sampled_ns = between_ns, last_ns
 
     def step_ns(self, decoding: int, context: int) -> float:
         """How long a step takes in which so many sequences decode, with so many tokens in all; margin included."""
@@ -171,17 +180,17 @@ class Promises:
         """
         self._decoding = _Decoding.of(decoding)
         if not prompts:
-            self.has_no_prompts()
+            self.has_no_prompts(1)
         if not prompts or not self._step_time.is_trained:
             return [], None
         self._passes += 1
         yields, urgent = self._find_yielding(prompts, now, fair, refresh=False)
         return self._find_yielding(prompts, now, fair, refresh=True) if yields else (yields, urgent)
 
-    def has_no_prompts(self) -> None:
-        """Nobody waits for a first token in the step that begins."""
+    def has_no_prompts(self, steps: int) -> None:
+        """Nobody waits for a first token in the steps that begin."""
         if self._step_time.is_trained:
-            self._passes += 1
+            self._passes += steps
             self.are_prompts_promised = False
 
     def _find_yielding(

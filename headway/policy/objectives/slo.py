@@ -99,7 +99,10 @@ class SloPolicy(SchedulingPolicy):
         self.shares.set_classes(config.classes, config.max_num_seqs)
 
     def heed(self, planned_ns: int, times: StepTimes) -> None:
-        self.promises.heed(planned_ns, times.launched_ns, times.computed_ns, times.sampled_ns)
+        self.promises.heed(planned_ns, (times,))
+
+    def heed_steady(self, planned_ns: int, steps: list[StepTimes]) -> None:
+        self.promises.heed(planned_ns, steps)
 
     # --- before a step ------------------------------------------------------------------------------
 
@@ -300,8 +303,8 @@ class SloPolicy(SchedulingPolicy):
     def is_steady(self, running: Iterable[Sequence]) -> bool:
         return not self.shares.most and len({each.due_ns == NEVER == each.tpot_ns for each in running}) <= 1
 
-    def steady_step(self) -> None:
-        self.promises.has_no_prompts()
+    def steady_steps(self, count: int) -> None:
+        self.promises.has_no_prompts(count)
 
 
 def first_of_ranks(waiting: OrderedSequences) -> Iterator[Sequence]:

@@ -14,9 +14,13 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.policy.step.ledger import Ledger, Phase
-from headway.policy.step.plan import ScheduledSequence, StepPlan, work_of
+from headway.policy.step.plan import ScheduledSequence, work_of
 from headway.policy.step.request import Sequence, Status
 from headway.policy.step.step_time import StepTimeModel, StepWork
+
+LEARNT_DECODES = 8
+Part = tuple[Sequence, ScheduledSequence]
+_PARTS_OF_DECODES = (Phase.SCHEDULE, Phase.DECODE_COMPUTE, Phase.SAMPLING)
 
 
 class StepTimes(msgspec.Struct, frozen=True, gc=False):
@@ -153,18 +157,21 @@ class Accounting:
                 sequence.ledger.mark(Phase.SCHEDULE, began)
                 self._stall(sequence, _stall_of(sequence), ended)
 
-    def record_step(self, sequences: list[Sequence], plan: StepPlan, idle: list[Sequence], times: StepTimes) -> None:
-        """Divide a finished step among its sequences, given in its order, and the idle ones, which had no part in it.
+    def record_step(self, parts: list[Part], work: StepWork, idle: list[Sequence], times: StepTimes) -> None:
+        """Divide a finished step among the sequences that had a part in it, and the idle ones, which had none.
 
         Call it before the results are applied, while each sequence is still as it was in the step.
+
+        Args:
+            parts: in the step's order; those that decoded in the step before may all be left out.
+            work: the work of the whole step.
         """
-        work, scheduled = plan.work, plan.scheduled
         forward = times.computed_ns - times.launched_ns
         self._advance_decode_clock(work, forward, times)
-        off_clock: list[tuple[Sequence, ScheduledSequence]] = []
-        if len(sequences) > self._on_decode_clock or idle:
-            off_clock = [pair for pair in zip(sequences, scheduled, strict=True) if pair[0].clock_marks is None]
-        nobody_samples = bool(off_clock) and not any(item.samples for item in scheduled)
+        off_clock: list[Part] = []
+        if work.tokens > self._on_decode_clock or idle:
+            off_clock = [part for part in parts if part[0].clock_marks is None]
+        nobody_samples = bool(off_clock) and not (work.decode_tokens or any(item.samples for _, item in parts))
         for sequence, item in off_clock:
             self._mark_prefill(sequence, item, work, forward, times)
             if nobody_samples:
@@ -175,21 +182,35 @@ class Accounting:
             self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
         self._learn(work, forward)
 
-    def record_decodes(self, work: StepWork, times: StepTimes) -> None:
-        """Record a step in which all running sequences decode, as they did in the step before."""
-        forward = times.computed_ns - times.launched_ns
-        self._advance_decode_clock(work, forward, times)
-        self._learn(work, forward)
+    def record_decodes(self, count: int, context: int, steps: Iterable[StepTimes]) -> None:
+        """Record steps in which all running sequences decode, as they did in the step before.
+
+        Args:
+            count: how many sequences.
+            context: keys that they read in the first step; in each further one they read `count` more.
+        """
+        parts, last_ns = [0, 0, 0], self._decode.last_ns
+        for number, times in enumerate(steps):
+            forward = times.computed_ns - times.launched_ns
+            parts[0] += times.launched_ns - last_ns
+            parts[1] += forward
+            parts[2] += times.sampled_ns - times.computed_ns
+            last_ns = times.sampled_ns
+            if forward > 0:
+                self._steps += 1
+                if self._steps % LEARNT_DECODES == 0:
+                    self.step_time.observe(StepWork(0, count, 0, context + number * count), forward)
+        self._decode.mark_parts(dict(zip(_PARTS_OF_DECODES, parts, strict=True)))
 
     def all_decode(self, running: int) -> bool:
         """Whether so many running sequences have all been decoding since a step before."""
         return self._on_decode_clock == running
 
     def _learn(self, work: StepWork, forward: int) -> None:
-        """Learn from every step with a prompt in it, and from one in eight of those that only decode."""
+        """Learn from every step with a prompt in it, and from one in LEARNT_DECODES of those that only decode."""
         if forward > 0:
             self._steps += 1
-            if work.prefill_tokens or self._steps % 8 == 0:
+            if work.prefill_tokens or self._steps % LEARNT_DECODES == 0:
                 self.step_time.observe(work, forward)
 
     def join_decode_clock(self, sequence: Sequence) -> None:

@@ -63,7 +63,7 @@ class Lookahead:
         ahead.work = work_of(ahead.scheduled)
         if not ahead.scheduled:
             return
-        scheduler.policy.steady_step()
+        scheduler.policy.steady_steps(1)
         scheduler.accounting.queue_stands_at(Phase.QUEUE_CAPACITY, now)
         step_time = scheduler.accounting.step_time
         decision = Decision(now, len(ahead.scheduled), 0, len(scheduler.waiting), len(scheduler.running))

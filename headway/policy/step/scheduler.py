@@ -15,8 +15,8 @@ What else may be decided is asked of a policy (`scheduling_policy`), which answe
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from headway.policy.cache.block_manager import BlockManager
@@ -24,7 +24,7 @@ from headway.policy.cache.kv_blocks import KVBlocks
 from headway.policy.cache.states import MOST_DRAFTS
 from headway.policy.cache.swap import HostPool
 from headway.policy.objectives.service_class import ClassTable
-from headway.policy.step.accounting import Accounting, StepTimes
+from headway.policy.step.accounting import Accounting, Part, StepTimes
 from headway.policy.step.decisions import Decision
 from headway.policy.step.ledger import Phase
 from headway.policy.step.order import OrderedSequences
@@ -37,6 +37,7 @@ from headway.policy.step.step_budget import StepBudget
 from headway.policy.step.step_time import StepTimeModel, StepWork
 
 DECISIONS_KEPT = 256
+Changed = list[tuple[Sequence, list[int]]]  # sequences with their new tokens
 
 
 class Scheduler:
@@ -51,6 +52,7 @@ class Scheduler:
         sequences: all of them, by number.
         host: the blocks of host memory; None without any.
         decisions: the latest ones.
+        decode: gives sequences their tokens in a step; what runs steps in which many decode alike may have its own.
 
     Raises:
         ValueError: the pool cannot hold one sequence of max_model_len, or there is no such policy.
@@ -72,8 +74,9 @@ class Scheduler:
         self.sequences = Sequences(config, self.policy, blocks, self.block_manager, self.accounting)
         self.running = self.sequences.running
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._evictions: Counter[tuple[str, str]] = Counter()  # counted up to the step before
+        self._evictions: dict[tuple[str, str], int] = {}  # counted up to the step before
         self._drafts: dict[int, list[int]] = {}
+        self.decode: Callable[[list[Sequence], Step], StepWork] = self.decode_each
 
     @property
     def waiting(self) -> OrderedSequences:
@@ -133,12 +136,8 @@ class Scheduler:
             return plan
         self._settle_who_decodes(step)
         preempted = len(plan.preempted)
-        self._schedule_decodes(step.decoding, step)
-        out_of_blocks = len(plan.preempted) > preempted
-        if self._drafts:
-            self._schedule_drafts(plan)
-        decodes = len(plan.scheduled)
-        beside = work_of(plan.scheduled)
+        beside = self.decode(policy.make_room(step.decoding, step), step)
+        out_of_blocks, decodes = len(plan.preempted) > preempted, len(plan.scheduled)
         slack_ns = policy.time_for(beside, sequences.running)
         reason = Phase.QUEUE_BLOCKS
         if step.prompts or len(sequences.waiting):
@@ -149,7 +148,8 @@ class Scheduler:
             if not out_of_blocks:
                 reason = self._admit(step, budget)
         if step.left_out and not plan.scheduled:
-            self._schedule_decodes([each for each in step.left_out if each.status is Status.RUNNING], step)
+            left_out = [each for each in step.left_out if each.status is Status.RUNNING]
+            beside, decodes = self.decode(policy.make_room(left_out, step), step), len(plan.scheduled)
         if self.block_manager.states is not None:
             self.block_manager.states.keep_decoded(plan.scheduled, sequences.by_id)
         added = plan.scheduled[decodes:]
@@ -193,7 +193,7 @@ class Scheduler:
         self.accounting.queue_stands_at(reason, step.now)
         self.sequences.waiting.measure()
         plan, decision, step_time = step.plan, step.decision, self.accounting.step_time
-        if self.host is not None and plan.scheduled:
+        if self.host is not None and plan.work.tokens:
             plan.swaps = self.host.take_swaps()
         decision.decoding, decision.prompt_tokens = plan.work.decode_tokens, plan.work.prefill_tokens
         if plan.preempted or plan.swaps:
@@ -201,9 +201,9 @@ class Scheduler:
         if step_time.is_trained:
             decision.predicted_ns = step_time.predict_ns(plan.work)
         decision.left_out = len(step.left_out)
-        if self.blocks.cached.num_evicted != self._evictions.total():
-            decision.evicted = self.blocks.cached.evictions - self._evictions
-            self._evictions = self.blocks.cached.evictions.copy()
+        if (cached := self.blocks.cached).num_evicted != sum((old := self._evictions).values()):
+            self._evictions = new = dict(cached.evictions)
+            decision.evicted = {why: count - old.get(why, 0) for why, count in new.items() if count != old.get(why)}
         decision.waiting, decision.running = len(self.sequences.waiting), len(self.running)
         decision.queue = reason
         self.decisions.append(decision)
@@ -224,14 +224,17 @@ class Scheduler:
 
     # --- who decodes --------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, decoding: list[Sequence], step: Step) -> None:
-        """Give every decoding sequence its token, in order, preempting others where blocks run out."""
+    def decode_each(self, decoding: list[Sequence], step: Step) -> StepWork:
+        """Give these sequences their tokens, in order, preempting others where blocks run out; returns the work."""
         scheduled = step.plan.scheduled
-        for sequence in self.policy.make_room(decoding, step):
+        for sequence in decoding:
             computed = sequence.num_computed
             if computed >= sequence.room and not self._has_room(sequence, step):
                 continue
             scheduled.append(ScheduledSequence(sequence.seq_id, computed, [sequence.tokens[-1]], True, 1))
+        if self._drafts:
+            self._schedule_drafts(step.plan)
+        return work_of(scheduled)
 
     def _has_room(self, sequence: Sequence, step: Step, count: int = 1) -> bool:
         """Find blocks for the next tokens of a sequence; False when it is itself preempted, or was before."""
@@ -366,9 +369,7 @@ class Scheduler:
         plan.scheduled = [item for item in plan.scheduled if item.seq_id in self.sequences.by_id]
         plan.work = work_of(plan.scheduled)
 
-    def complete(
-        self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes
-    ) -> list[tuple[Sequence, list[int]]]:
+    def complete(self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes) -> Changed:
         """Apply a step's results.
 
         Args:
@@ -380,18 +381,28 @@ class Scheduler:
         Returns:
             The sequences that have sampled or have finished, with their new tokens up to the one that ends them.
         """
-        known_as = self.sequences.by_id
-        sequences = [known_as[item.seq_id] for item in plan.scheduled]
-        idle = self._idle_beside(sequences)
-        self.accounting.record_step(sequences, plan, idle, times)
+        known_as, idle = self.sequences.by_id, list[Sequence]()
+        parts = [(known_as[item.seq_id], item) for item in plan.scheduled]
+        if len(parts) < len(self.running):
+            ran = {item.seq_id for item in plan.scheduled}
+            idle = [sequence for sequence in self.running if sequence.seq_id not in ran]
+        self.accounting.record_step(parts, plan.work, idle, times)
         if self.decisions:  # the latest is the step's
             latest = self.decisions[-1]
             latest.plan, latest.times, latest.took_ns = plan, times, times.computed_ns - times.launched_ns
             self.policy.heed(latest.planned_ns, times)
-        changed: list[tuple[Sequence, list[int]]] = []
+        changed = self.apply(parts, tokens, times)
+        if self.blocks.checkpoints is not None:
+            self.blocks.checkpoints.end_step()
+        self.sequences.waiting.end_step(changed)
+        return changed
+
+    def apply(self, parts: list[Part], tokens: Mapping[int, list[int] | None], times: StepTimes) -> Changed:
+        """Do what complete() does for each part of a step, once its times are recorded."""
+        changed: Changed = []
         size = self.blocks.block_size if self.blocks.enable_prefix_caching else 0
         sampled_ns, states, finish = times.sampled_ns, self.block_manager.states, self.sequences.finish
-        for sequence, item in zip(sequences, plan.scheduled, strict=True):
+        for sequence, item in parts:
             sequence.steps += 1
             new, reason = self._take(sequence, item, tokens, sampled_ns)
             if new is not None:
@@ -407,9 +418,6 @@ class Scheduler:
                 finish(sequence, reason, sampled_ns)
             elif sequence.clock_marks is None and item.samples and sequence.is_decoding:
                 self.accounting.join_decode_clock(sequence)
-        if self.blocks.checkpoints is not None:
-            self.blocks.checkpoints.end_step()
-        self.sequences.waiting.end_step(changed)
         return changed
 
     def _take(
@@ -457,13 +465,6 @@ class Scheduler:
             return None, None
         self.policy.first_token(sequence, now)
         return [], FinishReason.STOP
-
-    def _idle_beside(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The running sequences that have no part in a step of these sequences."""
-        if len(sequences) == len(self.running):
-            return []
-        ran = {sequence.seq_id for sequence in sequences}
-        return [sequence for sequence in self.running if sequence.seq_id not in ran]
 
     def propose(self, seq_id: int, drafts: list[int]) -> None:
         """Have the next step try these drafts, if the sequence decodes in it.

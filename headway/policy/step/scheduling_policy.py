@@ -132,8 +132,14 @@ class SchedulingPolicy:
         """Whether steps in which all of these decode, and nobody waits, go on without the policy."""
         return False
 
-    def steady_step(self) -> None:
-        """One of these steps begins."""
+    def heed_steady(self, planned_ns: int, steps: list[StepTimes]) -> None:
+        """Such steps have ended, each of which was planned when the one before had ended."""
+        for times in steps:
+            self.heed(planned_ns, times)
+            planned_ns = times.sampled_ns
+
+    def steady_steps(self, count: int) -> None:
+        """So many of these steps begin, one after the other."""
 
 
 class FcfsPolicy(SchedulingPolicy):

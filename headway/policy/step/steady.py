@@ -1,10 +1,10 @@
 """Takes steps in which the same sequences decode and nothing is to be decided, without a look at each sequence.
 
 While nobody can be admitted, has a prompt under way or could be left out, a step gives everybody a token. What
-`schedule` and `complete` do then for each sequence is the same in every step, unless the sequence needs a block, fills
-one, or ends. So only those are looked at; the others are brought up to date when a step is to be scheduled. Until one
-may end, it is known what the next steps are, and they are taken together. Afterwards everything is as after as many
-calls of `schedule` and `complete`.
+`schedule` and `complete` do then for each sequence is the same in every step, unless the sequence fills a block, needs
+one, or ends. Who fills one is known by the step's number; the others are brought up to date when a step is to be
+scheduled. Until one may end, it is known what the next steps are, and they are taken together, with all blocks that
+become full in them. Afterwards everything is as after as many calls of `schedule` and `complete`.
 
 An executor needs plans, and there are none. This is for simulations, which know what will be drawn.
 """
@@ -12,8 +12,8 @@ An executor needs plans, and there are none. This is for simulations, which know
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -24,15 +24,14 @@ from headway.policy.step.ledger import Phase
 from headway.policy.step.order import OrderKey
 from headway.policy.step.plan import StepPlan
 from headway.policy.step.request import Sequence
-from headway.policy.step.scheduler import Scheduler
+from headway.policy.step.scheduler import Changed, Scheduler
+from headway.policy.step.sequences import Step
 from headway.policy.step.step_time import StepWork
 
-_NEVER = 2**40  # more tokens than any block ends at
 _MOST_AT_ONCE = 128  # steps
 
 # What is drawn of a sequence: a token, which does not end it; how often; and the token that is drawn after that.
 Draws = tuple[int, int, int]
-Changed = list[tuple[Sequence, list[int]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,19 +39,23 @@ class _Member:
     """A sequence of a run. Steps have numbers from the beginning of the run.
 
     Args:
+        joined: it has had a token in each step after this one.
         token, last: what is drawn of it, and what after step `last_from`.
         offset: what it has computed after a step, less the number of that step.
-        end_at: after which step it may end.
         place: says by its order where it stands among running sequences.
+        page: the tokens of a block of `token` alone.
+        end_at: after which step it may end.
     """
 
     sequence: Sequence
+    joined: int
     token: int
     last_from: int
     last: int
     offset: int
-    end_at: int
     place: tuple[OrderKey, int]
+    page: tuple[int, ...]
+    end_at: int = 0
 
 
 _place = attrgetter("place")
@@ -61,23 +64,27 @@ _place = attrgetter("place")
 class SteadyDecodes:
     """A run of such steps. Call `next_steps`, then `complete` with those that have run.
 
-    Where there are none, call `catch_up` and schedule a step. The run goes on behind it if `absorb` says so.
+    Where there are none, call `catch_up` and schedule a step. The run goes on behind it if `absorb` says so. Where
+    `decode` is the scheduler's, members have no parts in the plan of most such steps (`num_beside`); `complete_beside`
+    then takes the place of Scheduler.complete() and `absorb`.
 
     Attributes:
         held: blocks in use at the end of each step that was completed last.
+        num_beside: how many members decode in the step that was scheduled last, beside its plan.
     """
 
     def __init__(self, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> None:
         self.held: list[int] = []
+        self.num_beside = 0
         self._scheduler, self._draws = scheduler, draws
-        self._order = scheduler.policy.orders.running
-        self._block_size = scheduler.blocks.block_size if scheduler.blocks.enable_prefix_caching else _NEVER
+        self._order, self._size = scheduler.policy.orders.running, scheduler.blocks.block_size
         self._num_steps = self._context = 0  # the context of the next step
         self._members: dict[int, _Member] = {}
-        # Before which step they need blocks, and after which something is to be done with their tokens.
-        self._growing: defaultdict[int, list[_Member]] = defaultdict(list)
-        self._due: defaultdict[int, list[_Member]] = defaultdict(list)
-        self._ends: list[int] = []  # a heap of steps after which some may end
+        # In the order of running sequences, by the number of a step modulo the size of a block: who fills a block then.
+        self._filling: list[list[_Member]] = [[] for _ in range(self._size)]
+        self._lacking: list[_Member] = []  # who needs a block before the next step although none is full
+        self._ending: dict[int, list[_Member]] = {}  # who may end after a step
+        self._ends: list[int] = []  # a heap of these steps
         self._rolled: dict[int, int] = {}  # by seq_id: the slots for states of this step
         self._is_next_steady = True
         self._planned_ns = self._sampled_ns = 0
@@ -95,28 +102,25 @@ class SteadyDecodes:
     def join(self, sequence: Sequence) -> None:
         """A sequence decodes in each step from the next one on."""
         token, count, last = self._draws(sequence)
-        offset = sequence.num_computed - self._num_steps
-        place = self._order(sequence), sequence.seq_id
-        member = _Member(sequence, token, self._num_steps + count, last, offset, 0, place)
+        known, size = self._num_steps, self._size
+        offset, place = sequence.num_computed - known, (self._order(sequence), sequence.seq_id)
+        member = _Member(sequence, known, token, known + count, last, offset, place, (token,) * size)
         self._members[sequence.seq_id] = member
         self._context += sequence.num_computed + 1
-        left = sequence.room - sequence.num_computed
-        self._growing[self._num_steps + (left if left > 0 else 0)].append(member)
+        insort(self._filling[-offset % size], member, key=_place)
+        if not sequence.room:
+            self._lacking.append(member)
         self._expect_end(member)
-        self._expect(member)
 
     def _expect_end(self, member: _Member) -> None:
         """Note the next step after which a sequence may end."""
         known, longest = self._num_steps, len(member.sequence.tokens) - member.sequence.max_len
         member.end_at = max(known + 1, min(member.last_from + 1, known - longest))
-        heapq.heappush(self._ends, member.end_at)
-
-    def _expect(self, member: _Member) -> None:
-        """Note the next step after which a block is full, or the sequence may end."""
-        sequence = member.sequence
-        until_full = (sequence.num_registered + 1) * self._block_size - sequence.num_computed
-        full_at = self._num_steps + (until_full if until_full > 0 else 1)
-        self._due[min(full_at, member.end_at)].append(member)
+        if (ending := self._ending.get(member.end_at)) is not None:
+            ending.append(member)
+        else:
+            self._ending[member.end_at] = [member]
+            heapq.heappush(self._ends, member.end_at)
 
     # --- what comes ---------------------------------------------------------------------------------
 
@@ -128,10 +132,10 @@ class SteadyDecodes:
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         if not self._is_next_steady and not self._resumes():
             return None
-        growing, count = self._growing.get(self._num_steps), len(self._members)
+        growing, count = len(self._fillers(0)) + len(self._lacking), len(self._members)
         if (
             not count
-            or (growing is not None and len(growing) * blocks.tables > blocks.num_free)
+            or growing * blocks.tables > blocks.num_free
             or (scheduler.policy.lends_blocks and count * blocks.tables > blocks.num_free)
         ):
             return None
@@ -149,8 +153,12 @@ class SteadyDecodes:
         running = self._scheduler.running
         self._is_next_steady = len(running) == len(self._members) and _is_steady(self._scheduler)
         if self._is_next_steady:  # one that lends its last block to another looks for one of its own
-            self._growing[self._num_steps] += [self._members[each.seq_id] for each in running if not each.room]
+            self._lacking = [self._members[each.seq_id] for each in running if not each.room]
         return self._is_next_steady
+
+    def _fillers(self, further: int) -> list[_Member]:
+        """Who has a full block after so many further steps, and so needs another one before the next."""
+        return self._filling[(self._num_steps + further) % self._size]
 
     def _most(self) -> int:
         """How many steps come until a sequence may end or blocks may run out; the next one's are there."""
@@ -164,7 +172,7 @@ class SteadyDecodes:
         free = blocks.num_free // blocks.tables - (all_grow if scheduler.policy.lends_blocks else 0)
         if free < all_grow:
             for number in range(1, most):
-                free -= len(self._growing.get(self._num_steps + number, ()))
+                free -= len(self._fillers(number))
                 if free < 0:
                     return number
         return most
@@ -182,52 +190,133 @@ class SteadyDecodes:
         Returns:
             The sequences that have ended with the last of them.
         """
-        scheduler, planned_ns, count = self._scheduler, self._planned_ns, len(self._members)
-        accounting, policy, blocks = scheduler.accounting, scheduler.policy, scheduler.blocks
-        ended, self.held = list[Sequence](), []
-        for times in steps:
-            if self.held:
-                self._begin_step()
-            accounting.queue_stands_at(Phase.QUEUE_CAPACITY, planned_ns)
-            accounting.record_decodes(StepWork(0, count, 0, self._context), times)
-            policy.heed(planned_ns, times)
-            self._num_steps += 1
-            self._context += count
-            self._sampled_ns = planned_ns = times.sampled_ns
-            if (due := self._due.pop(self._num_steps, None)) is not None:
-                ended = self._settle(_in_order(due))
-            if blocks.checkpoints is not None:
-                blocks.checkpoints.end_step()
-            self.held.append(blocks.num_blocks - blocks.num_free)
-        if ended and len(scheduler.waiting):
+        self._record(steps)
+        first, self.held = self._num_steps, []
+        ended = self._take_pages(steps) if self._is_plain else None
+        if ended is None:
+            for times in steps:
+                if self._num_steps > first:
+                    self._begin_step()
+                self._num_steps, self._sampled_ns = self._num_steps + 1, times.sampled_ns
+                ended = self._settle(self._due())
+                if self._scheduler.blocks.checkpoints is not None:
+                    self._scheduler.blocks.checkpoints.end_step()
+                self.held.append(self._num_held)
+        if ended and len(self._scheduler.waiting):
             self.look_again()
+        return ended or []
+
+    def _record(self, steps: list[StepTimes]) -> None:
+        """Have accounts and policy know of these steps."""
+        accounting, count = self._scheduler.accounting, len(self._members)
+        accounting.queue_stands_at(Phase.QUEUE_CAPACITY, self._planned_ns)
+        if len(steps) > 1:
+            accounting.queue_stands_at(Phase.QUEUE_CAPACITY, steps[-2].sampled_ns)
+        accounting.record_decodes(count, self._context, steps)
+        self._scheduler.policy.heed_steady(self._planned_ns, steps)
+        self._context += count * len(steps)
+
+    @property
+    def _num_held(self) -> int:
+        return self._scheduler.blocks.num_blocks - self._scheduler.blocks.num_free
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a sequence that has filled a block just gets another one, and nothing else depends on either."""
+        manager = self._scheduler.block_manager
+        other = self._scheduler.blocks.groups or manager.states is not None or manager.offloading is not None
+        return not (other or self._scheduler.policy.lends_blocks)
+
+    def _take_pages(self, steps: list[StepTimes]) -> list[Sequence] | None:
+        """Do for all steps together what is to be done with blocks, and with sequences that end with the last.
+
+        Nothing is released before the last step has ended. So pages that are registered do not depend on which cached
+        ones are given up meanwhile, unless they stand in the index already: then nothing is done.
+
+        Returns:
+            The sequences that have ended; None where the steps must be looked at one by one.
+        """
+        first, last, in_use = self._num_steps, self._num_steps + len(steps), self._num_held
+        growing, full, held = list[_Member](), list[_Member](), list[int]()
+        for number in range(first + 1, last):
+            held.append(in_use + len(growing))
+            if fillers := self._filling[number % self._size]:
+                full += fillers
+                growing += [each for each in fillers if each.sequence.room <= number + each.offset]
+        if last not in self._ending:
+            full += self._filling[last % self._size]
+        if not self._are_new(full):
+            return None
+        self._num_steps, self._sampled_ns = last, steps[-1].sampled_ns
+        if len(steps) > 1:
+            self._scheduler.policy.steady_steps(len(steps) - 1)
+        self._grow(growing)
+        self._register(full)
+        ended = self._settle(self._due()) if last in self._ending else []
+        self.held = [*held, self._num_held]
         return ended
+
+    def _grow(self, growing: list[_Member]) -> None:
+        """Give each of these a block behind those that it has."""
+        if not growing:
+            return
+        tables = [each.sequence.tables[0].blocks for each in growing]
+        wanted = [(each.sequence.service.name, own[-1]) for each, own in zip(growing, tables, strict=True)]
+        for each, own, block in zip(growing, tables, self._scheduler.blocks.allocate_each(wanted), strict=True):
+            own.append(block)
+            each.sequence.room += self._size
+
+    def _due(self) -> list[_Member]:
+        """Who has filled a block with the last step, or may have ended."""
+        return _in_order(self._fillers(0) + self._ending.pop(self._num_steps, []))
+
+    def _are_new(self, full: list[_Member]) -> bool:
+        """Whether nothing in the prefix index hangs where the full blocks of these are to be entered."""
+        blocks = self._scheduler.blocks
+        return not blocks.enable_prefix_caching or blocks.index.are_leaves([each.sequence.cache_node for each in full])
+
+    def _register(self, full: list[_Member]) -> None:
+        """Enter a block of each of these in the prefix index, none of them twice."""
+        if not self._scheduler.blocks.enable_prefix_caching:
+            return
+        pages = list[tuple[int, int, tuple[int, ...]]]()
+        for member in full:
+            sequence, size = member.sequence, self._size
+            at = sequence.num_registered
+            filled_in = (at + 1) * size - member.offset
+            if member.joined < filled_in - size and filled_in <= member.last_from + 1:
+                tokens = member.page
+            else:
+                self._catch_up(member)
+                tokens = tuple(sequence.tokens[at * size : (at + 1) * size])
+            pages.append((sequence.tables[0].blocks[at], sequence.cache_node, tokens))
+        for member, node in zip(full, self._scheduler.blocks.index.register_each(pages), strict=True):
+            member.sequence.cache_node = node
+            member.sequence.num_registered += 1
 
     def _begin_step(self) -> None:
         """Give sequences of the next step the blocks that they need."""
         manager, blocks = self._scheduler.block_manager, self._scheduler.blocks
-        if (growing := self._growing.pop(self._num_steps, None)) is not None:
-            plan = StepPlan()
-            for member in _in_order(growing):
-                self._catch_up(member)
-                sequence = member.sequence
-                if sequence.room == sequence.num_computed and not blocks.groups:  # its table just becomes longer
-                    own = sequence.tables[0].blocks
-                    own += blocks.allocate(1, sequence.service.name, own[-1])
-                    sequence.room += blocks.block_size
-                else:
-                    manager.extend(sequence, 1, plan)
-                self._expect_growth(member)
+        growing = self._fillers(0)
+        if self._lacking:
+            growing, self._lacking = _in_order(growing + self._lacking), []
+        plan = StepPlan()
+        for member in growing:
+            self._catch_up(member)
+            sequence = member.sequence
+            if sequence.room == sequence.num_computed and not blocks.groups:  # its table just becomes longer
+                own = sequence.tables[0].blocks
+                own += blocks.allocate(1, sequence.service.name, own[-1])
+                sequence.room += blocks.block_size
+            elif sequence.room <= sequence.num_computed:
+                manager.extend(sequence, 1, plan)
         if manager.states is not None:
             self._roll(manager.states)
-        self._scheduler.policy.steady_step()
-
-    def _expect_growth(self, member: _Member) -> None:
-        self._growing[self._num_steps + member.sequence.room - member.sequence.num_computed].append(member)
+        self._scheduler.policy.steady_steps(1)
 
     def _roll(self, states: KeptStates) -> None:
         """Find slots for the states of sequences that fill a block in this step, where they are to be kept."""
-        for member in _in_order(self._due.get(self._num_steps + 1, [])):
+        for member in self._fillers(1):
             sequence = member.sequence
             if (slot := states.roll(sequence, self._num_steps + member.offset + 1)) is not None:
                 self._rolled[sequence.seq_id] = slot
@@ -238,28 +327,25 @@ class SteadyDecodes:
         for member in due:
             sequence = member.sequence
             self._catch_up(member)
-            if (sequence.num_registered + 1) * self._block_size <= sequence.num_computed:
+            if scheduler.blocks.enable_prefix_caching:
                 scheduler.block_manager.register_full(sequence)
             states, slot = scheduler.block_manager.states, self._rolled.pop(sequence.seq_id, None)
             if states is not None and slot is not None:
                 states.rolled(sequence, slot)
-            reason = sequence.reason_to_end() if member.end_at <= self._num_steps else None
-            if reason is None:
-                self._go_on(member)
+            if member.end_at > self._num_steps:
+                continue
+            if (reason := sequence.reason_to_end()) is None:
+                self._expect_end(member)
             else:
                 scheduler.sequences.finish(sequence, reason, self._sampled_ns)
-                self._leave(sequence)
+                self._leave(member)
                 ended.append(sequence)
         return ended
 
-    def _go_on(self, member: _Member) -> None:
-        if member.end_at <= self._num_steps:
-            self._expect_end(member)
-        self._expect(member)
-
-    def _leave(self, sequence: Sequence) -> None:
-        del self._members[sequence.seq_id]
-        self._context -= len(sequence.tokens)
+    def _leave(self, member: _Member) -> None:
+        del self._members[member.sequence.seq_id]
+        self._filling[-member.offset % self._size].remove(member)
+        self._context -= len(member.sequence.tokens)
 
     def _catch_up(self, member: _Member) -> None:
         sequence = member.sequence
@@ -281,10 +367,55 @@ class SteadyDecodes:
         Returns:
             Those of which the last token is drawn in that step.
         """
+        self.num_beside, done, sampled_ns = 0, self._num_steps, self._sampled_ns
         for member in self._members.values():
-            self._catch_up(member)
-        due = _in_order(self._due.get(self._num_steps + 1, []))
+            sequence = member.sequence
+            count = done + member.offset - sequence.num_computed
+            if count and done <= member.last_from:
+                sequence.tokens += [member.token] * count
+                sequence.num_computed += count
+                sequence.steps += count
+                sequence.last_token_ns = sampled_ns
+            elif count:
+                self._catch_up(member)
+        due = _in_order(self._ending.get(self._num_steps + 1, []))
         return [member.sequence for member in due if member.last_from <= self._num_steps]
+
+    def decode(self, decoding: list[Sequence], step: Step) -> StepWork:
+        """Do as Scheduler.decode_each(), beside the plan where all members decode and just need blocks."""
+        scheduler, count, done = self._scheduler, len(self._members), self._num_steps
+        growing = [each for each in self._fillers(0) if each.sequence.room <= done + each.offset]
+        decodes_all = len(decoding) == count and not (step.plan.preempted or scheduler.has_drafts)
+        has_room = len(growing) <= scheduler.blocks.num_free and 0 not in [each.room for each in decoding]
+        if not (decodes_all and has_room and self._is_plain and not scheduler.config.weights):
+            return scheduler.decode_each(decoding, step)
+        self._grow(growing)
+        self.num_beside = count
+        return StepWork(decode_tokens=count, decode_context=self._context)
+
+    def complete_beside(self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes) -> Changed:
+        """Apply the results of a step in which members decoded beside the plan, and go on behind it.
+
+        Returns:
+            What Scheduler.complete() does, with those of the run that have ended, without their tokens.
+        """
+        scheduler, members, latest = self._scheduler, self._members, self._scheduler.decisions[-1]
+        parts, idle = [(scheduler.sequences[item.seq_id], item) for item in plan.scheduled], list[Sequence]()
+        if len(parts) + len(members) < len(scheduler.running):
+            ran = members.keys() | {item.seq_id for item in plan.scheduled}
+            idle = [sequence for sequence in scheduler.running if sequence.seq_id not in ran]
+        scheduler.accounting.record_step(parts, plan.work, idle, times)
+        latest.plan, latest.times, latest.took_ns = plan, times, times.computed_ns - times.launched_ns
+        scheduler.policy.heed(latest.planned_ns, times)
+        self._num_steps, self._context = self._num_steps + 1, self._context + len(members)
+        self._sampled_ns, self._is_next_steady = times.sampled_ns, False
+        full = self._fillers(0)
+        if self._num_steps in self._ending or not self._are_new(full):
+            changed = [(sequence, list[int]()) for sequence in self._settle(self._due())]
+        else:
+            self._register(full)
+            changed = []
+        return changed + scheduler.apply(parts, tokens, times)
 
     def absorb(self, changed: Changed, sampled_ns: int) -> Changed | None:
         """Go on behind a step that was scheduled.
@@ -299,26 +430,22 @@ class SteadyDecodes:
         ended = set[int]()
         if sum([sequence.seq_id in self._members for sequence, _ in changed]) != len(self._members):
             return None
-        growing = self._growing.pop(self._num_steps, [])
         self._num_steps += 1
         self._context += len(self._members)
         self._sampled_ns, self._is_next_steady = sampled_ns, False
-        for member in self._due.pop(self._num_steps, ()):
+        for member in self._ending.pop(self._num_steps, ()):
             if member.sequence.finish_reason is None:
-                self._go_on(member)
+                self._expect_end(member)
             else:
-                self._leave(member.sequence)
+                self._leave(member)
                 ended.add(member.sequence.seq_id)
-        for member in _in_order(growing):
-            self._expect_growth(member)
         others = [each for each in changed if each[0].seq_id not in self._members]
         return [(each, [] if each.seq_id in ended else new) for each, new in others]
 
 
 def _in_order(members: list[_Member]) -> list[_Member]:
-    """Members that have not ended, in the order of running sequences."""
-    going = [member for member in members if member.sequence.finish_reason is None]
-    return sorted(set(going), key=_place) if len(going) > 1 else going
+    """Members, each once, in the order of running sequences."""
+    return sorted(set(members), key=_place) if len(members) > 1 else members
 
 
 def _is_steady(scheduler: Scheduler) -> bool:

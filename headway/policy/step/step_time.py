@@ -21,6 +21,7 @@ _FORGETTING = 0.995
 _GROWTH = _FORGETTING**-0.5  # growth of the standard deviations of coefficients, in a step
 # Attention's parts are known to be small beside their tokens', from which few steps tell them apart.
 _PRIOR_VARIANCE = (1e3, 1e3, 1e3, 30.0, 30.0, 1e3)
+_PRIOR = tuple([own * (row == at) for row, own in enumerate(_PRIOR_VARIANCE) for at in range(row, 6)])
 _MIN_STEPS = 16
 _MIN_STEPS_WITH_LOGITS = 4
 _MAX_VARIANCE = 1e6
@@ -80,7 +81,7 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self._milliseconds = [0.0] * len(_PRIOR_VARIANCE)
-        self._covariance = _prior()
+        self._covariance: tuple[float, ...] = _PRIOR
         self.steps_seen, self.is_trained = 0, False
         self.overrun, self.error = 1.0, 0.0
         self._pace, self._ratios = 1.0, deque[float](maxlen=_STEPS_OF_PACE)
@@ -93,12 +94,25 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, duration_ns: int) -> None:
         """Learn from one measured step."""
-        x, p, px = work.features(), self._covariance, list[float]()
-        growth = [_GROWTH if value else 1.0 for value in x]
-        for row, own in zip(p, growth, strict=True):
-            for j, other in enumerate(growth):
-                row[j] *= own * other
-            px.append(sum(map(mul, row, x)))
+        x = a, b, c, d, e, f = work.features()
+        ga, gb, gc, gd, ge, gf = [_GROWTH if value else 1.0 for value in x]
+        # The covariance is symmetric. It is kept row by row from the diagonal on, and spelt out, as loops take thrice
+        # as long.
+        aa, ab, ac, ad, ae, af, bb, bc, bd, be, bf, cc, cd, ce, cf, dd, de, df, ee, ef, ff = self._covariance
+        aa, ab, ac = aa * (ga * ga), ab * (ga * gb), ac * (ga * gc)
+        ad, ae, af = ad * (ga * gd), ae * (ga * ge), af * (ga * gf)
+        bb, bc, bd, be, bf = bb * (gb * gb), bc * (gb * gc), bd * (gb * gd), be * (gb * ge), bf * (gb * gf)
+        cc, cd, ce, cf = cc * (gc * gc), cd * (gc * gd), ce * (gc * ge), cf * (gc * gf)
+        dd, de, df = dd * (gd * gd), de * (gd * ge), df * (gd * gf)
+        ee, ef, ff = ee * (ge * ge), ef * (ge * gf), ff * (gf * gf)
+        px = pa, pb, pc, pd, pe, pf = (
+            aa * a + ab * b + ac * c + ad * d + ae * e + af * f,
+            ab * a + bb * b + bc * c + bd * d + be * e + bf * f,
+            ac * a + bc * b + cc * c + cd * d + ce * e + cf * f,
+            ad * a + bd * b + cd * c + dd * d + de * e + df * f,
+            ae * a + be * b + ce * c + de * d + ee * e + ef * f,
+            af * a + bf * b + cf * c + df * d + ef * e + ff * f,
+        )
         scale = 1.0 + sum(map(mul, x, px))
         predicted = sum(map(mul, self._milliseconds, x))
         error = duration_ns / 1e6 - predicted
@@ -107,15 +121,18 @@ class StepTimeModel:
             self._judge(ratio / self._pace)
             self._ratios.append(ratio)
             self._pace = sorted(self._ratios)[len(self._ratios) // 2]
-        largest = 0.0
-        for i, (row, own) in enumerate(zip(p, px, strict=True)):
-            self._milliseconds[i] += own / scale * error
-            for j, other in enumerate(px):
-                row[j] -= own * other / scale
-            largest = max(largest, row[i])
+        self._milliseconds = [each + own / scale * error for each, own in zip(self._milliseconds, px, strict=True)]
+        aa, bb, cc = aa - pa * pa / scale, bb - pb * pb / scale, cc - pc * pc / scale
+        dd, ee, ff = dd - pd * pd / scale, ee - pe * pe / scale, ff - pf * pf / scale
+        ab, ac, ad = ab - pa * pb / scale, ac - pa * pc / scale, ad - pa * pd / scale
+        ae, af, bc = ae - pa * pe / scale, af - pa * pf / scale, bc - pb * pc / scale
+        bd, be, bf = bd - pb * pd / scale, be - pb * pe / scale, bf - pb * pf / scale
+        cd, ce, cf = cd - pc * pd / scale, ce - pc * pe / scale, cf - pc * pf / scale
+        de, df, ef = de - pd * pe / scale, df - pd * pf / scale, ef - pe * pf / scale
+        self._covariance = aa, ab, ac, ad, ae, af, bb, bc, bd, be, bf, cc, cd, ce, cf, dd, de, df, ee, ef, ff
         # Without excitation in some direction forgetting lets its variance grow without bound.
-        if largest > _MAX_VARIANCE:
-            self._covariance = _prior()
+        if max(aa, bb, cc, dd, ee, ff) > _MAX_VARIANCE:
+            self._covariance = _PRIOR
         self.steps_seen += 1
         self.is_trained = self.steps_seen >= _MIN_STEPS
         self._steps_with_logits += work.logit_rows > 0
@@ -181,11 +198,6 @@ class StepTimeModel:
         if not self.is_trained or whole <= 0.0 or part <= 0.0:
             return without.tokens / work.tokens if work.tokens else 1.0
         return min(1.0, part / whole)
-
-
-def _prior() -> list[list[float]]:
-    size = range(len(_PRIOR_VARIANCE))
-    return [[_PRIOR_VARIANCE[i] * (i == j) for j in size] for i in size]
 
 
 def pairs(start: int, count: int) -> int:
