@@ -57,6 +57,7 @@ class Attempts:
         self._serving: list[Member] = []
         self._tried: set[Member] = set()
         self._under_way: list[Attempt] = []
+        self._of_prompt: Attempt | None = None  # at the backend that computes the prompt for another
         self.last: Attempt | None = None
         self.aborted: ApiError | None = None
         self.is_gone = False
@@ -78,11 +79,16 @@ class Attempts:
             each.give_up(failure)
 
     def end(self) -> None:
-        """Give back what attempts hold at backends."""
-        for each in self._under_way:
-            each.end("cancelled", None)
+        """Give back what attempts hold at backends.
+
+        A prompt that was handed over is computed when there is an answer, but its backend may have yet to say so.
+        """
+        is_answered = not self.is_gone and self.aborted is None
+        for each in list(self._under_way):
+            if each is self._of_prompt and is_answered:
+                continue
+            self._end(each, "cancelled", None)
             self._gateway.let_go(each.member)
-        self._under_way.clear()
 
     # --- until one answers ------------------------------------------------------------------------------
 
@@ -152,6 +158,7 @@ class Attempts:
             gateway.let_go(member)
             gateway.metrics.handed_over("failed")
         else:
+            self._of_prompt = attempt
             attempt.attach(None, partial(self._prompt_ended, handover, attempt, work))
             gateway.metrics.handed_over("kept" if handover.is_kept else "not_kept")
 

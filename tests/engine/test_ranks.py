@@ -472,6 +472,7 @@ async def test_requests_go_on_when_a_rank_is_killed_stopped_or_dies_idle(
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not psutil.pid_exists(follower.pid) or follower.status() == psutil.STATUS_ZOMBIE)
+        await until(lambda: client.restarts == 4)
         await client.wait_ready()
         everyone += followers(client)
     assert not [each for each in everyone if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -65,15 +65,15 @@ def test_a_stage_has_its_layers_and_the_last_one_the_head():
 def test_prompts_hold_up_decodes_by_no_more_than_the_bound(stall_s, monkeypatch):
     """One sequence decodes when ten prompts come: no step is longer than alone and the bound, or twice."""
     on, seen = deployment(), []
-    plain = Deployment.step
+    plain, plain_s = Deployment.step, Deployment.step_s
 
     def noted(self: Deployment, chunks: Any) -> Any:
         seen.append(list(chunks))
-        return plain(self, chunks)
+        return plain_s(self, chunks)
 
     arrivals = [0.0] + [on.step([Chunk(400)]).seconds * 1.5] * 10
     free = open_loop(on, RequestShape(400, 60), arrivals, Limits())
-    monkeypatch.setattr(Deployment, "step", noted)
+    monkeypatch.setattr(Deployment, "step_s", noted)
     bound = open_loop(on, RequestShape(400, 60), arrivals, Limits(prefill_stall_s=stall_s, least_tokens=1))
     mixed = [step for step in seen if {c.tokens == 1 for c in step} == {True, False}]
     for step in mixed:
