@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from headway.policy.step.recording import Arrival, End
 from headway.policy.step.sampling_params import SamplingParams
 from headway.simulator.recording import read_recordings
 from headway.simulator.replay import replay
+from tests.engine.clients import started
 from tests.engine.faulty_process import KILLER, RAISER
 from tests.engine.models import write_config
 
@@ -43,15 +44,8 @@ def request(name: str, max_tokens: int = 8, n: int = 1, prompt: list[int] | None
     return AddRequest(name, prompt or [5, 6, 7], params, [0])
 
 
-@contextlib.asynccontextmanager
-async def running(tmp_path: Path, replay: bool = True, **changes: object) -> AsyncIterator[EngineClient]:
-    client = EngineClient(config(tmp_path, **changes), replay=replay)
-    await client.start()
-    try:
-        await client.wait_ready()
-        yield client
-    finally:
-        await client.stop()
+def running(tmp_path: Path, replay: bool = True, **changes: object) -> AbstractAsyncContextManager[EngineClient]:
+    return started(EngineClient(config(tmp_path, **changes), replay=replay))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,17 +15,24 @@ import pytest
 
 from headway import LLM
 from headway.engine.config import EngineConfig
-from headway.engine.messages import AddRequest
 from headway.engine.ranked import ContextExecutor
 from headway.policy.step.context_shares import ContextShares
 from headway.policy.step.plan import ScheduledSequence
-from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.step_time import StepTimeModel, StepWork
 from tests.engine import test_ranks
 from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.grammar_models import save_grammar_model
 from tests.engine.models import TINY_GPT_OSS
-from tests.engine.test_ranks import GREEDY, TOKEN_BYTES, ask, followers, logprobs_of, running, tokens_from, tokens_of
+from tests.engine.test_ranks import (
+    TOKEN_BYTES,
+    advanced,
+    ask,
+    followers,
+    logprobs_of,
+    running,
+    tokens_from,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -162,13 +169,7 @@ def test_a_request_that_fails_in_any_rank_ends_alone(build: Build, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "_forward", failing)
-        core, found, errors = llm.engine.core, dict[str, list[int]](), dict[str, str]()
-        for number, prompt in enumerate(PROMPTS):
-            core.add(AddRequest(str(number), prompt, SamplingParams(**GREEDY), []))
-        while core.has_work:
-            for output in core.advance():
-                found.setdefault(output.request_id, []).extend(output.token_ids)
-                errors |= {output.request_id: output.error} if output.error else {}
+        found, errors = advanced(llm, PROMPTS)
     assert errors == {"5": "the engine failed on this request (ValueError); see the server's log"} and any(shared)
     assert [found[str(n)] for n in range(12) if n != 5] == [*expected[:5], *expected[6:]]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from headway.engine.nodes import Hello, Message, Nodes, Refused, Wire, content_o
 from headway.engine.ranked import RankedExecutor
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.version import __version__
+from tests.engine.clients import started
 from tests.engine.grammar_models import save_grammar_model
 from tests.engine.models import TINY_MIXTURE
 from tests.engine.test_ranks import GREEDY, PROMPTS, ask, logprobs_of, tokens_from, tokens_of, until
@@ -275,17 +276,6 @@ class CommandedNode:
         return said
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, options: dict[str, Any]) -> AsyncIterator[EngineClient]:
-    client = EngineClient(EngineConfig(str(folder), **options))
-    await client.start()
-    try:
-        await client.wait_ready()
-        yield client
-    finally:
-        await client.stop()
-
-
 @pytest.mark.slow
 async def test_requests_go_on_when_a_rank_or_a_machine_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank elsewhere is killed, and one is stopped; a whole node is killed, and the next one joins."""
@@ -293,7 +283,7 @@ async def test_requests_go_on_when_a_rank_or_a_machine_is_lost(folder: Path, mon
     options = on_machines(2, pipeline_parallel_size=2, rank_timeout=1.0)
     nodes = [CommandedNode(folder, options)]
     try:
-        async with running(folder, options) as client:
+        async with started(EngineClient(EngineConfig(str(folder), **options))) as client:
             expected = [await tokens_from(client, f"alone{n}", PROMPTS[n]) for n in range(4)]
             for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP, None)):
                 (rank,) = nodes[-1].ranks()
@@ -377,7 +367,7 @@ async def test_a_cable_that_is_pulled(
     options = on_machines(2, pipeline_parallel_size=2, rank_timeout=1.0) | {"master_addr": "10.99.7.1"}
     node = CommandedNode(folder, options, ["ip", "netns", "exec", NAMES[1]])
     try:
-        async with running(folder, options) as client:
+        async with started(EngineClient(EngineConfig(str(folder), **options))) as client:
             expected = [await tokens_from(client, f"alone{n}", PROMPTS[n]) for n in range(4)]
             answers = [asyncio.create_task(tokens_from(client, f"{n}", PROMPTS[n])) for n in range(4)]
             await until(lambda: client.stats is not None and client.stats.num_running == 4)

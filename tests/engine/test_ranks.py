@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from headway.engine.ranked import RankedExecutor, StagedExecutor
 from headway.policy.step.micro_batches import divided
 from headway.policy.step.plan import ScheduledSequence, StepPlan
 from headway.policy.step.step_time import StepWork
+from tests.engine.clients import started
 from tests.engine.eager import Foreseeing, try_all_drafts
 from tests.engine.grammar_models import save_grammar_model
 from tests.engine.models import TINY_GEMMA, TINY_GEMMA4, TINY_LATENT, TINY_MIXTURE, TINY_OLMO
@@ -85,6 +86,18 @@ def ask(llm: LLM, prompts: list[list[int]] = PROMPTS, **params: Any) -> list[Req
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted)
     llm.engine.core.scheduler.check()
     return outputs
+
+
+def advanced(llm: LLM, prompts: list[list[int]]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """The tokens of each prompt, by its number, and the errors of those that have one."""
+    core, found, errors = llm.engine.core, dict[str, list[int]](), dict[str, str]()
+    for number, prompt in enumerate(prompts):
+        core.add(AddRequest(str(number), prompt, SamplingParams(**GREEDY), []))
+    while core.has_work:
+        for output in core.advance():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+            errors |= {output.request_id: output.error} if output.error else {}
+    return found, errors
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -311,13 +324,7 @@ def test_a_request_that_fails_in_rank_0_ends_alone(
         return forward(step, scheduled, sequences)
 
     monkeypatch.setattr(llm.engine.runner, "_forward", failing)
-    core, found, errors = llm.engine.core, dict[str, list[int]](), dict[str, str]()
-    for number, prompt in enumerate(PROMPTS):
-        core.add(AddRequest(str(number), prompt, SamplingParams(**GREEDY), []))
-    while core.has_work:
-        for output in core.advance():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
-            errors |= {output.request_id: output.error} if output.error else {}
+    found, errors = advanced(llm, PROMPTS)
     assert errors == {"5": "the engine failed on this request (ValueError); see the server's log"}
     assert [found[str(n)] for n in range(16) if n != 5] == [*expected[:5], *expected[6:]]
     monkeypatch.undo()
@@ -380,16 +387,9 @@ def test_a_rank_that_dies_while_it_loads_is_one_line(
 # --- processes --------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, **changes: Any) -> AsyncIterator[EngineClient]:
+def running(folder: Path, **changes: Any) -> AbstractAsyncContextManager[EngineClient]:
     settings = {"dtype": "float32", "load_format": "dummy", "num_threads": 2, "kv_cache_memory": 8 << 20}
-    client = EngineClient(EngineConfig(str(folder), **({"tensor_parallel_size": 2} | settings | changes)))
-    await client.start()
-    try:
-        await client.wait_ready()
-        yield client
-    finally:
-        await client.stop()
+    return started(EngineClient(EngineConfig(str(folder), **({"tensor_parallel_size": 2} | settings | changes))))
 
 
 def followers(client: EngineClient) -> list[psutil.Process]:
