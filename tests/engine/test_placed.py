@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from headway import LLM
+from headway.engine.client import EngineClient
 from headway.engine.config import EngineConfig
+from tests.engine.clients import started
 from tests.engine.grammar_models import save_grammar_model
-from tests.engine.test_nodes import SETTINGS, running
+from tests.engine.test_nodes import SETTINGS
 from tests.engine.test_ranks import PROMPTS, ask, tokens_from, tokens_of, until
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -60,7 +62,7 @@ async def test_a_stage_on_another_node_is_replaced(folder: Path, cluster: Any, m
     monkeypatch.setattr("headway.engine.client.RESTART_DELAYS_S", (0.0,))
     one = LLM(str(folder), **SETTINGS)
     expected = tokens_of(ask(one))[0]
-    async with running(folder, SETTINGS_OF_RAY) as client:
+    async with started(EngineClient(EngineConfig(str(folder), **SETTINGS_OF_RAY))) as client:
         assert await tokens_from(client, "one", PROMPTS[0], 24) == expected
         whole = await tokens_from(client, "whole", PROMPTS[0])
         for number in range(2):
