@@ -10,6 +10,7 @@ import json
 import math
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.core import EngineCore, StepsInOrder
 from headway.engine.messages import AddRequest
+from headway.engine.node import run_node
 from headway.engine.ranked import ContextExecutor, StagedExecutor
 from headway.policy.step.context_shares import ContextShares
 from headway.policy.step.micro_batches import MicroBatches
@@ -68,6 +70,7 @@ class LiveEngine:
         bind_ranks: to cores; this thread is bound while it is `bound`.
         whole_experts: these processes have whole experts.
         context_ranks: processes that share the rows of all prompts that can be divided, whether that is quicker or not.
+        nodes: machines that the ranks are on, which are all this one: they talk over the loopback.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class LiveEngine:
         whole_experts: bool = False,
         bind_ranks: bool = True,
         context_ranks: int = 1,
+        nodes: int = 1,
     ) -> None:
         self._ids = count()
         longest = max(context, prompt) + MOST_ADMITTING + UNTIMED + MOST_STEPS + 2 * BLOCK
@@ -107,7 +111,10 @@ class LiveEngine:
                 enable_expert_parallel=whole_experts,
                 bind_ranks=bind_ranks,
                 context_parallel_size=context_ranks,
+                nnodes=nodes,
             )
+            for number in range(1, nodes):
+                threading.Thread(target=run_node, args=(settings, number, print, False), daemon=True).start()
             before = os.sched_getaffinity(0)
             engine = build_engine(settings)
         self._processors = os.sched_getaffinity(0)

@@ -1,6 +1,7 @@
 """Steps of an engine of several ranks beside one rank that has as many threads alone.
 
     python -m benchmarks.ranks --shape qwen2.5-0.5b --ranks 2 --threads 2
+    python -m benchmarks.ranks --ranks 1 --stages 2 --nodes 2   # over the loopback, beside the same in shared memory
 
 Both engines have the same random weights and are in this process; the other ranks sleep while the one rank is measured.
 Each point is measured on both, one right after the other and in changing order, and all points again in each round.
@@ -19,7 +20,7 @@ from benchmarks.machine import RESULTS, about, own_file, save
 Point = tuple[str, int]  # "decode" and the batch, or "prefill" and the tokens
 # What a step consists of, by the names of kernels.
 PARTS = {"product": "products", "attend": "attention", "join": "sums", "add_up": "sums", "pick": "sums"}
-PARTS |= {"meet": "waits", "await": "waits"}
+PARTS |= dict.fromkeys(["meet", "wait", "linked_meet", "linked_wait"], "waits")
 POINTS: list[Point] = [("decode", 1), ("decode", 4), ("decode", 16), ("prefill", 128), ("prefill", 512)]
 
 
@@ -94,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of a stage")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--context-ranks", type=int, default=1, help="share the rows of prompts; with --ranks 1")
+    parser.add_argument("--nodes", type=int, default=1, help="beside the same ranks on one node, instead of one rank")
     parser.add_argument("--whole-experts", action="store_true", help="deal experts out whole to ranks")
     parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--threads", type=int, default=2, help="of one rank, and of all ranks together")
@@ -109,11 +111,16 @@ def main(argv: list[str] | None = None) -> None:
     sizes = SHAPES[args.shape], batch, args.context, prompt, args.threads
     more = {"stages": args.stages, "whole_experts": args.whole_experts, "bind_ranks": not args.unbound}
     more |= {"context_ranks": args.context_ranks}
-    engines = {"one": LiveEngine(*sizes), "ranks": LiveEngine(*sizes, ranks=args.ranks, **more)}
+    ranks = args.ranks * args.stages * args.context_ranks
+    one = {"ranks": args.ranks, **more} if args.nodes > 1 else {}
+    engines = {
+        "one": LiveEngine(*sizes, **one),
+        "ranks": LiveEngine(*sizes, ranks=args.ranks, **more, nodes=args.nodes),
+    }
     found = measure(engines, points, args.context, args.rounds, args.budget, args.stages)
     rows = speeds(found)
-    ranks = args.ranks * args.stages * args.context_ranks
-    print(f"{args.shape}: milliseconds of a step, one rank of {args.threads} threads beside {ranks} ranks")
+    beside = f"{ranks} ranks" if args.nodes > 1 else f"one rank of {args.threads} threads"
+    print(f"{args.shape}: milliseconds of a step, {beside} beside {ranks} ranks on {args.nodes} nodes")
     for point, row in rows.items():
         spread = f"{row['least']:.2f} to {row['most']:.2f}"
         print(f"{point:>12} {row['one']:8.2f} {row['ranks']:8.2f}   {row['speed']:.2f} of the speed ({spread})")
