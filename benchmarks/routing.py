@@ -1,6 +1,6 @@
 """How a gateway's routing serves conversations on two small servers, and what the simulator says of the same runs.
 
-    python -m benchmarks.routing [--rounds 3] [--requests 300] [--rate 0.8]
+    python -m benchmarks.routing [--rounds 6] [--requests 100] [--rate 0.8]
 
 Two servers of one thread each are behind a gateway that is started anew for each run. In each round every routing gets
 the same conversations at the same times, in other words, so that no prefix cache knows them from before.
@@ -142,10 +142,23 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
+def ratios(by_round: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Markdown: multiples of the first routing's figures in the same round; the median, the least and the most."""
+    lines = [f"| of `{ROUTINGS[0]}` | {' | '.join(_TITLES.values())} |", "|---" + "|---:" * len(_TITLES) + "|"]
+    first = by_round[ROUTINGS[0]]["measured"]
+    for routing, by in by_round.items():
+        cells = []
+        for key in _TITLES:
+            each = [one[key] / base[key] for one, base in zip(by["measured"], first, strict=True)]
+            cells.append(f"{statistics.median(each):.2f} ({min(each):.2f}..{max(each):.2f})")
+        lines.append(f"| `{routing}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=300, help="of each run")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=100, help="of each run")
     parser.add_argument("--rate", type=float, default=0.8, help="conversations per second")
     parser.add_argument("--turns", default="uniform:min=3,max=9")
     parser.add_argument("--think-s", default="exponential:mean=2")
@@ -154,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft-ms", type=float, default=300.0, help="the objective, which `slack` knows")
     parser.add_argument("--tpot-ms", type=float, default=100.0)
     parser.add_argument("--shape", default="qwen2-30m")
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--kv-cache-memory", default="1G", help="of each server")
     parser.add_argument("--output", type=Path, default=RESULTS / "routing.json")
     arguments = parser.parse_args(argv)
@@ -176,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         routing: {by: [figures([one], objectives) for one in each] for by, each in of_routing.items()}
         for routing, of_routing in results.items()
     }
-    print(table(found))
+    print(table(found), ratios(by_round), sep="\n\n")
     settings: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key != "output"}
     save({"machine": about(), "settings": settings, "all": found, "rounds": by_round}, own_file(arguments.output))
 
