@@ -25,7 +25,7 @@ from headway.bundled import STORY
 from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore, StepsInOrder
+from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.ranked import ContextExecutor, StagedExecutor
 from headway.policy.step.context_shares import ContextShares
@@ -155,7 +155,7 @@ class LiveEngine:
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """Submit no step while another runs, until the context ends."""
-        steps, self._core.steps = self._core.steps, StepsInOrder(self._core.scheduler, self._core.executor)
+        steps, self._core.steps = self._core.steps, None
         try:
             yield
         finally:

@@ -307,11 +307,7 @@ def _pool(
         model.shape.state_bytes,
         config.enable_prefix_caching,
         kv_cache_groups(
-            windows,
-            config.batched_tokens(device.type),
-            asked_len,
-            config.block_size,
-            model.shape.attention_sinks,
+            windows, config.batched_tokens(device.type), asked_len, config.block_size, model.shape.attention_sinks
         ),
         "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
         0 if config.speculative_config is None else MOST_DRAFTS,

@@ -156,8 +156,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         ),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
+        bool, _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each.")
     ] = False
     bind_ranks: Annotated[
         bool,

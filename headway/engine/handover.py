@@ -172,11 +172,9 @@ class Handovers(StepHooks):
         output.handle = kept.handle if is_whole else None
 
     def before(self) -> None:
-        """See StepHooks."""
         self.sweep()
 
     def idle(self) -> None:
-        """See StepHooks."""
         self.sweep()
 
     def _copy(self, sequence: RequestSequence, phases: Mapping[Phase, int]) -> _Kept | None:
@@ -260,7 +258,6 @@ class Handovers(StepHooks):
         return fetch
 
     def queued(self, request: AddRequest, sequences: list[RequestSequence]) -> None:
-        """See StepHooks."""
         if request.handle is not None:
             sequences[0].swapped = self._taken(request.request_id, sequences)
 
@@ -283,7 +280,6 @@ class Handovers(StepHooks):
         return swapped
 
     def left(self, request_id: str) -> None:
-        """See StepHooks."""
         if request_id in self._arriving:
             self._dropped.append(self._arriving.pop(request_id))
 

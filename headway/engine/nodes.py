@@ -408,19 +408,15 @@ class Nodes(OneMachine):
         return connections_of(self._parts, self._config.tensor_parallel_size, made)
 
     def assign(self, max_model_len: int) -> None:
-        """See OneMachine."""
         self._tell(Assign(max_model_len))
 
     def send(self, message: bytes) -> None:
-        """See OneMachine."""
         self._tell(Work(message))
 
     def stop(self) -> None:
-        """See OneMachine."""
         self._tell(Stop())
 
     def reset(self) -> None:
-        """See OneMachine."""
         self._tell(Reset())
 
     def _tell(self, message: ToNode) -> None:
@@ -429,11 +425,9 @@ class Nodes(OneMachine):
                 wire.send(message)
 
     def descriptors(self) -> list[int]:
-        """See OneMachine."""
         return [wire.fileno() for wire in self._wires.values()]
 
     def heard(self, take: Callable[[int, tuple[int, ...]], None]) -> str:
-        """See OneMachine."""
         for node, wire in self._wires.items():
             try:
                 reports = wire.received()
@@ -451,7 +445,6 @@ class Nodes(OneMachine):
         return ""
 
     def silent(self, passed_s: float, limit_s: float) -> str:
-        """See OneMachine."""
         for node in self._silent_s:
             self._silent_s[node] += passed_s
             if self._silent_s[node] > limit_s:
@@ -459,17 +452,14 @@ class Nodes(OneMachine):
         return ""
 
     def looks(self) -> list[tuple[str, Look]]:
-        """See OneMachine."""
         return [(f"on {self._name(node)}, ", look) for node, looks in self._looks.items() for look in looks]
 
     def leave(self) -> None:
-        """See OneMachine."""
         for wire in self._wires.values():
             with contextlib.suppress(OSError):
                 wire.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """See OneMachine."""
         self.leave()
         for connection in [each for of_rank in self.connections.values() for each in of_rank.values()]:
             os.close(connection.descriptor)

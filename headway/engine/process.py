@@ -137,7 +137,9 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             traceback.print_exc()
         channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))
         return 1
-    quiet_garbage_collector()
+    # A collection over all that was loaded would stall a step by milliseconds. Garbage that loading has left is kept,
+    # too: looking for it would take longer than loading a small model.
+    gc.freeze()
     shape = engine.num_blocks, engine.block_size, engine.max_model_len
     seats = engine.core.scheduler.config.max_num_seqs
     blocks = engine.core.scheduler.blocks
@@ -173,14 +175,6 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         traceback.print_exc()
         channel.send(Failed(" ".join(str(fault).split())))
         return 1
-
-
-def quiet_garbage_collector() -> None:
-    """Keep what was loaded out of garbage collections: one over all of it stalls a step by milliseconds.
-
-    Garbage that loading has left is kept too, as looking for it would take longer than loading a small model.
-    """
-    gc.freeze()
 
 
 def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:

@@ -58,20 +58,16 @@ class RankedExecutor:
 
     @property
     def vocab_size(self) -> int:
-        """See Executor."""
         return self._runner.vocab_size
 
     @property
     def generates(self) -> bool:
-        """See Executor."""
         return self._runner.generates
 
     def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
-        """See Executor."""
         return self._runner.prepare(grammar, eos_token_ids)
 
     def look(self) -> None:
-        """See Executor."""
         if self._followers.fault:
             raise EngineFault(self._followers.fault)
 
@@ -102,12 +98,10 @@ class RankedExecutor:
         return self._runner.timed(wanted)
 
     def forget(self, seq_id: int) -> None:
-        """See Executor."""
         self._runner.forget(seq_id)
         self._forgotten.append(seq_id)
 
     def recover(self) -> None:
-        """See Executor."""
         self._runner.recover_together()
         self._recovers = True
 

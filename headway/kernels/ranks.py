@@ -63,50 +63,39 @@ class Ranks(Protocol):
 
     def summed(self, linear: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
         """A linear layer of which each rank has the columns of some inputs: the sum of all ranks, rounded once."""
-        ...
 
     def summed_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
         """The sum of what a layer gives in each rank, where that is rounded before."""
-        ...
 
     def part(self, linear: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
         """Such a layer as in `summed`, that gives this rank's part, for `joined`."""
-        ...
 
     def part_of_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
         """Such a layer as in `summed_layer`, that gives this rank's part, for `joined`."""
-        ...
 
     def joined(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
         """What Kernels.add_rms_norm gives for the sum of all parts, of this rank's part; also for long steps.
 
         A rank may then know only some rows of the residual stream.
         """
-        ...
 
     def rms_norm(self, place: int) -> RMSNorm:
         """What Kernels.rms_norm gives for rows of which each rank has some elements, equally many."""
-        ...
 
     def dealt(self, experts: Mixture, count: int) -> Mixture:
         """Experts of which each rank has equally many, of `count` to choose from: what those of this rank add."""
-        ...
 
     def hand_on(self, residual: Tensor) -> None:
         """Give the residual stream [T, hidden] to the next stage."""
-        ...
 
     def received(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """What stands for the embedding behind the first stage: token ids [T] -> what the stage before hands on."""
-        ...
 
     def embedding(self, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """An embedding [T] int64 -> [T, hidden]; `rows` takes those of this rank's tokens, by their number here."""
-        ...
 
     def head(self, linear: Linear) -> Linear:
         """The output layer, of which each rank has its own tokens: [R, hidden] -> [R, vocab] float32 on rank 0.
 
         Logits are good until the next call. On other ranks they are of no use.
         """
-        ...

@@ -114,7 +114,6 @@ class ReferenceMixture:
         self.experts, self._counts = experts, counts
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """See Mixture."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         routed = chosen if shared is None else chosen[:, :-1]
         numbers, tokens_of = routed.unique(return_counts=True)
@@ -136,7 +135,6 @@ class ReferenceMixture:
 
 
 def forbid(x: Tensor, marked: Tensor) -> None:
-    """See Forbid."""
     rows, words = marked[:, 0], marked[:, 1:]
     places = torch.arange(32, dtype=torch.int32, device=x.device)
     allowed = (words.unsqueeze(-1) >> places) & 1
@@ -174,38 +172,31 @@ class TorchKernels:
         return ReferenceLinear(weight, bias, wide)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
-        """See Kernels."""
         return ReferenceGatedLinear(self.linear(weight, bias), gate, self.apply_gate)
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
-        """See Kernels."""
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
-        """See Kernels."""
         if isinstance(product, ReferenceGatedLinear):
             return TorchAdapted(product.linear, spec, rows, product.through)
         return TorchAdapted(product, spec, rows)
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
-        """See Kernels."""
         return ""
 
     @property
     def named(self) -> dict[str, object]:
-        """See Kernels."""
         return {}
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
-        """See Kernels."""
         given = list(weights)
         for weight in given:
             check_unquantized(weight, self.name)
         return ReferenceHeadLinear(given)
 
     def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
-        """See Kernels."""
         return first.contiguous() if second is None else torch.cat([first, second], dim=2)
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
@@ -213,11 +204,9 @@ class TorchKernels:
         return []
 
     def routing_counts(self) -> RoutingCounts:
-        """See Kernels."""
         return replace(self._counts)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
-        """See Kernels."""
         return table.index_select(0, rows)
 
     def route(
@@ -238,19 +227,15 @@ class TorchKernels:
         return torch.cat([chosen, number], 1), torch.cat([weights, weight], 1)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-        """See Kernels."""
         return (x + residual).mul_(factor) if factor != 1.0 else x + residual
 
     def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
-        """See Kernels."""
         return self.apply_gate(torch.cat([x, up], 1), gate)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """See Kernels."""
         return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See Kernels."""
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
     def convolve(

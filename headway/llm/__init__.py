@@ -13,15 +13,7 @@ from headway.engine.libraries import load_libraries
 from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
 from headway.llm.beams import BeamSearchParams
-from headway.llm.requests import (
-    Collector,
-    CompletionOutput,
-    Front,
-    LoRARequest,
-    Message,
-    PromptType,
-    RequestOutput,
-)
+from headway.llm.requests import Collector, CompletionOutput, Front, LoRARequest, Message, PromptType, RequestOutput
 from headway.llm.vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,

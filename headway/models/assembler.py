@@ -14,10 +14,7 @@ from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
 from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import HeadLinear, Kernels, Linear
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, DeltaRule, Product, Scores, Weight
-from headway.models.checkpoint import (
-    StageClock,
-    WeightSource,
-)
+from headway.models.checkpoint import StageClock, WeightSource
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
@@ -364,12 +361,7 @@ class Assembler:
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
         weight, bias = (
-            self._centred(*layers)
-            if self._is_centred(*layers)
-            else (
-                self._weight(*layers),
-                self._bias(*layers),
-            )
+            self._centred(*layers) if self._is_centred(*layers) else (self._weight(*layers), self._bias(*layers))
         )
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor

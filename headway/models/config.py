@@ -17,15 +17,7 @@ from headway.cost.config import read_shape, text_part, without_head
 from headway.cost.layers import AttentionSinks, CacheSpec, Latent, StateSpec
 from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
-from headway.models.families import (
-    ACTS,
-    ARCHITECTURES,
-    LACKING,
-    OTHER_PARTS,
-    PLAIN,
-    WITHIN,
-    Traits,
-)
+from headway.models.families import ACTS, ARCHITECTURES, LACKING, OTHER_PARTS, PLAIN, WITHIN, Traits
 from headway.models.quantization import PackedMatrices, read_packed
 from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes, without_image_positions
 from headway.models.routing import Routing, read_routing

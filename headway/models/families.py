@@ -172,10 +172,7 @@ ARCHITECTURES: dict[str, Traits] = {
     ),
     "GraniteMoeHybridForCausalLM": Traits(
         fused=("gate_up_proj",),
-        stored=(
-            (".mlp.gate_up_proj.", ".shared_mlp.input_linear."),
-            (".mlp.down_proj.", ".shared_mlp.output_linear."),
-        ),
+        stored=((".mlp.gate_up_proj.", ".shared_mlp.input_linear."), (".mlp.down_proj.", ".shared_mlp.output_linear.")),
     ),
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),

@@ -130,7 +130,6 @@ class MtpInputs(HeadInputs):
         self._hidden_first = hidden_first
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """See HeadInputs."""
         kernels, (of_tokens, of_hidden) = self.kernels, self._norms
         tokens = kernels.rms_norm(self._embedding(token_ids), of_tokens, self._eps)
         hidden = kernels.rms_norm(self.given(len(token_ids)), of_hidden, self._eps)
@@ -150,7 +149,6 @@ class NormedHead:
         return self._head(self._kernels.rms_norm(x, self._norm, self._eps))
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """See Linear."""
         return self._head.rows(numbers)
 
 

@@ -28,8 +28,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def bytes_of(token: str, is_byte_level: bool) -> bytes:
     """The bytes that a token of the vocabulary stands for, from how tokenizer.json writes it."""
     if is_byte_level:
-        values = [BYTE_OF.get(character) for character in token]
-        return token.encode() if None in values else bytes(value for value in values if value is not None)
+        return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= {*token} else token.encode()
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -147,12 +146,9 @@ class Tokenizer:
         """The bytes that one token stands for; empty for an id that the tokenizer has no token for."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._bytes_of(token_id)
+            token = self.backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else bytes_of(token, self.is_byte_level)
         return known
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self.backend.id_to_token(token_id)
-        return b"" if token is None else bytes_of(token, self.is_byte_level)
 
     def token_text(self, token_id: int) -> str:
         """A token as a string of its own; `bytes:\\xe2\\x82` when it is only part of a character."""

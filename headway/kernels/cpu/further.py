@@ -63,7 +63,6 @@ class FurtherKernels:
         return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
-        """See Kernels."""
         from headway.kernels.cpu.adapters import AdaptedLinear
 
         assert isinstance(product, PackedLinear), "linear and gated layers are packed here"
@@ -168,7 +167,6 @@ class FurtherKernels:
     def route(
         self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
     ) -> tuple[Tensor, Tensor]:
-        """See Kernels."""
         logits = logits.contiguous()
         rows, columns = logits.shape
         width = per_token + shared
@@ -189,7 +187,6 @@ class FurtherKernels:
         return forbid
 
     def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
-        """See Kernels."""
         count = len(logits)
         tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
         self.write_likeliest(logits.contiguous(), size, tokens, masses)
@@ -207,7 +204,6 @@ class FurtherKernels:
         self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Kernels."""
         if wanted is not None:
             self._team.time_jobs(wanted)
         return self._team.times

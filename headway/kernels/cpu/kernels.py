@@ -26,15 +26,7 @@ from headway.kernels.cpu.matrix import STEP_WORDS, configurations
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
-from headway.kernels.interface import (
-    AttentionShape,
-    Chain,
-    LayerCache,
-    Linear,
-    SinkQueries,
-    StepGeometry,
-    check_heads,
-)
+from headway.kernels.interface import AttentionShape, Chain, LayerCache, Linear, SinkQueries, StepGeometry, check_heads
 from headway.kernels.weights import SILU, Gate, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
@@ -71,7 +63,6 @@ class CpuKernels(FurtherKernels):
         self._chains: Chains | None = None
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
-        """See Kernels."""
         products = [*(("bfloat16", "attention") if dtype is torch.bfloat16 else ()), scheme]
         if scheme == "int4":  # the head has 8 bits
             products.append("int8")
@@ -80,7 +71,6 @@ class CpuKernels(FurtherKernels):
 
     @property
     def named(self) -> dict[str, object]:
-        """See Kernels."""
         kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
         return {
             f"cpu kernels, tiles: {self._choice.tiles}": self,
@@ -178,7 +168,7 @@ class CpuKernels(FurtherKernels):
         inner, outer_stride, inner_stride = 1, width, 0
         if x.dim() == 3:
             inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
-        weight = _match(weight, x)
+        weight = weight.to(x.dtype)
         out = self._team.empty(tuple(x.shape), x.dtype)
         arguments = (
             x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), out.data_ptr(), eps,
@@ -188,7 +178,7 @@ class CpuKernels(FurtherKernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), in the memory of x and residual."""
-        x, residual, weight = x.contiguous(), residual.contiguous(), _match(weight, x)
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.to(x.dtype)
         width = x.shape[-1]
         arguments = (x.data_ptr(), residual.data_ptr(), width, weight.data_ptr(), eps)
         rows = x.numel() // width
@@ -265,7 +255,6 @@ class CpuKernels(FurtherKernels):
         return cpu_attention.attend_job(KINDS[dtype], way.kind, on_tiles), on_tiles
 
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
-        """See Draw."""
         logits = logits.contiguous()
         count, size = logits.shape
         each = cpu_sampling.row_memory(size)
@@ -327,7 +316,3 @@ def _sink_queries(first: SinkQueries | None) -> tuple[int, int, int]:
         return 0, 0, 0
     check_heads("query of sinks", first.rows)
     return first.rows.data_ptr(), first.rows.stride(0), first.num_keys
-
-
-def _match(weight: Tensor, x: Tensor) -> Tensor:
-    return weight if weight.dtype == x.dtype else weight.to(x.dtype)

@@ -45,12 +45,7 @@ class RunningRanks:
 
 
 def victims_for(
-    candidate: Sequence,
-    running: Iterable[Sequence],
-    orders: Orders,
-    seats: int,
-    missing: int,
-    references: list[int],
+    candidate: Sequence, running: Iterable[Sequence], orders: Orders, seats: int, missing: int, references: list[int]
 ) -> list[Sequence] | None:
     """The running sequences that must go so that `candidate` can run; None where that is not possible.
 

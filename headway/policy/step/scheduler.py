@@ -177,7 +177,7 @@ class Scheduler:
 
     def _settle_who_decodes(self, step: Step) -> None:
         """Take out of the decodes who was preempted or is left out; where prompts are computed alone, take out all."""
-        if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
+        if self.config.sharing.prefill_first and (step.prompts or len(self.sequences.waiting)):
             step.left_out = step.decoding
         if step.plan.preempted:
             step.decoding = [sequence for sequence in step.decoding if sequence.status is Status.RUNNING]

@@ -25,10 +25,6 @@ class Sharing:
 
     prefill_first: bool = False
 
-    def decodes(self, with_prompts: bool) -> bool:
-        """Whether a step decodes, where prompts can be computed in it (`with_prompts`) or not."""
-        return not (self.prefill_first and with_prompts)
-
 
 MIXED, PREFILL_FIRST = Sharing(), Sharing(prefill_first=True)
 # Tokens of prompts in a step beside others, until enough steps were measured to know what they cost.
