@@ -190,22 +190,14 @@ def _load(start: Prepared, stages: _Stages, cache: WeightCache | None) -> Decode
 
 @dataclass(slots=True)
 class _Pool:
-    """The KV pool, and what runs steps on it.
-
-    Args:
-        runner: of this process.
-        executor: the runner, or what has all ranks run steps.
-        ahead: the same, if it can be given a step while the one before runs.
-        block_bytes: of a block in all ranks.
-        draft_block_bytes: of a block of the draft model's cache; 0 without one.
-    """
+    """The KV pool, and what runs steps on it."""
 
     size: PoolSize
-    runner: Runner
-    executor: Executor
-    ahead: AheadExecutor | None
-    block_bytes: int
-    draft_block_bytes: int
+    runner: Runner  # of this process
+    executor: Executor  # the runner, or what has all ranks run steps
+    ahead: AheadExecutor | None  # the same, if it can be given a step while the one before runs
+    block_bytes: int  # of a block in all ranks
+    draft_block_bytes: int  # of a block of the draft model's cache; 0 without one
 
 
 def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:

@@ -43,21 +43,14 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(_Message):
-    """A node wants to join.
-
-    Args:
-        config: of the node, encoded, as another version's may not be readable.
-        content: see content_of().
-        address: where other nodes connect to it.
-        problem: why it cannot; empty where it can.
-    """
+    """A node wants to join."""
 
     version: str
     node: int = 0
-    config: bytes = b""
-    content: str = ""
-    address: tuple[str, int] = ("", 0)
-    problem: str = ""
+    config: bytes = b""  # of the node, encoded, as another version's may not be readable
+    content: str = ""  # see content_of()
+    address: tuple[str, int] = ("", 0)  # where other nodes connect to it
+    problem: str = ""  # why it cannot; empty where it can
 
 
 class Refused(_Message):
@@ -67,23 +60,14 @@ class Refused(_Message):
 
 
 class Start(_Message):
-    """All nodes have joined, and this one starts its ranks.
+    """All nodes have joined, and this one starts its ranks."""
 
-    Args:
-        config: of node 0.
-        parts: the first rank of each node, and how many it has.
-        addresses: of the nodes, for connections.
-        session: what those who connect say.
-        sizes: hidden and vocab of the model.
-        threads: of a rank.
-    """
-
-    config: EngineConfig
-    parts: list[tuple[int, int]]
-    addresses: list[tuple[str, int]]
-    session: str
-    sizes: tuple[int, int]
-    threads: int
+    config: EngineConfig  # of node 0
+    parts: list[tuple[int, int]]  # the first rank of each node, and how many it has
+    addresses: list[tuple[str, int]]  # of the nodes, for connections
+    session: str  # what those who connect say
+    sizes: tuple[int, int]  # hidden and vocab of the model
+    threads: int  # of a rank
 
 
 class Link(_Message):
@@ -119,14 +103,10 @@ class Reset(_Message):
 
 
 class Report(_Message):
-    """What a node sees of its ranks.
-
-    Args:
-        ended: which of them has ended, and how; empty for none.
-    """
+    """What a node sees of its ranks."""
 
     looks: list[Look]
-    ended: str = ""
+    ended: str = ""  # which of them has ended, and how; empty for none
 
 
 ToNode = Refused | Start | Assign | Work | Stop | Reset

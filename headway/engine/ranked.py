@@ -152,18 +152,12 @@ class ContextExecutor(RankedExecutor):
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A step under way through the stages.
+    """A step under way through the stages."""
 
-    Args:
-        parts: its micro-batches.
-        sent: how many of them have gone to the stages before this one.
-        follows: the first of them while these still worked on the step before.
-        forgotten: sequences that have ended since it was submitted, and may be in it.
-    """
-
-    parts: list[StepPlan]
-    sent: int = 0
-    follows: bool = False
+    parts: list[StepPlan]  # its micro-batches
+    sent: int = 0  # how many of them have gone to the stages before this one
+    follows: bool = False  # the first of them while these still worked on the step before
+    # Sequences that have ended since it was submitted, and may be in it.
     forgotten: list[int] = field(default_factory=list)
 
 

@@ -67,38 +67,24 @@ class Edits:
 
 @dataclass(slots=True)
 class TensorBatch:
-    """How rows are drawn without a kernel.
+    """How rows are drawn without a kernel."""
 
-    Args:
-        streams: starts of their random streams.
-        edits: changes of their logits; None for none.
-        wants_logprobs: the rows that want log-probabilities.
-    """
-
-    streams: NDArray[np.uint64]
+    streams: NDArray[np.uint64]  # starts of their random streams
     groups: list[Group]
-    edits: Edits | None
-    wants_logprobs: draws.Index
+    edits: Edits | None  # changes of their logits; None for none
+    wants_logprobs: draws.Index  # the rows that want log-probabilities
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """What a list of sequences asks of the sampler, row by row. It is made once for as long as the list is the same.
-
-    Args:
-        edits: changes of the logits of some rows.
-        allowed: the tokens that may come at all in some rows.
-        penalised: rows with penalties.
-        wants_logprobs: rows that want log-probabilities.
-        tensors: how they are drawn; None where a kernel draws.
-    """
+    """What a list of sequences asks of the sampler, row by row. It is made once for as long as the list is the same."""
 
     sequences: list[SequenceState]
-    edits: dict[int, TokenEdits] = field(default_factory=dict)
-    allowed: dict[int, Mask] = field(default_factory=dict)
-    penalised: list[int] = field(default_factory=list)
-    wants_logprobs: list[int] = field(default_factory=list)
-    tensors: TensorBatch | None = None
+    edits: dict[int, TokenEdits] = field(default_factory=dict)  # changes of the logits of some rows
+    allowed: dict[int, Mask] = field(default_factory=dict)  # the tokens that may come at all in some rows
+    penalised: list[int] = field(default_factory=list)  # rows with penalties
+    wants_logprobs: list[int] = field(default_factory=list)  # rows that want log-probabilities
+    tensors: TensorBatch | None = None  # how they are drawn; None where a kernel draws
 
 
 class TensorSampler:

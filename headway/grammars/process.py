@@ -29,16 +29,11 @@ _WALKED, STEP_S = 48, 0.5
 
 
 class Checked(msgspec.Struct):
-    """What came of it.
+    """What came of it."""
 
-    Args:
-        grammar: in the library's form; None where it is refused.
-        left_out: what of a relaxed schema is not kept.
-    """
-
-    grammar: StructuredOutputs | None = None
+    grammar: StructuredOutputs | None = None  # in the library's form; None where it is refused
     refusal: str = ""
-    left_out: list[str] = []
+    left_out: list[str] = []  # what of a relaxed schema is not kept
 
 
 class GrammarProcess:

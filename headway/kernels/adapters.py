@@ -19,23 +19,17 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What of a product is adapted.
+    """What of a product is adapted."""
 
-    Args:
-        inputs: of the product.
-        part_of: int64 [out]: which projection each output is of, where the product has the rows of several. Each of
-            these has an A of its own.
-        dtype, device: of the product's inputs.
-        slots: how many adapters are kept.
-        rank: the greatest.
-    """
-
-    inputs: int
+    inputs: int  # of the product
+    # int64 [out]: which projection each output is of, where the product has the rows of several. Each of these has an A
+    # of its own.
     part_of: Tensor
+    # dtype, device: of the product's inputs.
     dtype: torch.dtype
     device: torch.device
-    slots: int
-    rank: int
+    slots: int  # how many adapters are kept
+    rank: int  # the greatest
 
     @property
     def parts(self) -> int:

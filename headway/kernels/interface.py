@@ -74,15 +74,10 @@ class LayerCache:
 
 @dataclass(slots=True)
 class LayerState:
-    """The states of one recurrent layer, in slots; float32.
+    """The states of one recurrent layer, in slots; float32."""
 
-    Args:
-        inputs: [N, width - 1, channels], the last that the convolution has seen.
-        matrices: [N, H, key dimension, value dimension] of a delta net.
-    """
-
-    inputs: Tensor
-    matrices: Tensor | None
+    inputs: Tensor  # [N, width - 1, channels], the last that the convolution has seen
+    matrices: Tensor | None  # [N, H, key dimension, value dimension] of a delta net
     group: ClassVar[int] = 0
 
     @property
@@ -92,36 +87,25 @@ class LayerState:
 
 
 class Span(NamedTuple):
-    """A sequence's part of a step: `tokens` from `first` on, and slots of its states. A row of `StepGeometry.spans`.
-
-    Args:
-        source: the slot that has the state before them; -1: there is none before a sequence's first token.
-        target: the slot for the state behind them.
-        kept_tokens: behind so many of them the state is copied to `kept`; 0: it is not.
-        further: so many rows on are the `kept_tokens`, `kept` and `further` of a later copy; 0: there is none.
-    """
+    """A sequence's part of a step: `tokens` from `first` on, and slots of its states. A row of `StepGeometry.spans`."""
 
     first: int
     tokens: int
-    source: int
-    target: int
-    kept_tokens: int = 0
+    source: int  # the slot that has the state before them; -1: there is none before a sequence's first token
+    target: int  # the slot for the state behind them
+    kept_tokens: int = 0  # behind so many of them the state is copied to `kept`; 0: it is not
     kept: int = 0
-    further: int = 0
+    further: int = 0  # so many rows on are the `kept_tokens`, `kept` and `further` of a later copy; 0: there is none
 
 
 class SinkQueries(NamedTuple):
     """Queries for the first keys of a sequence, in place of its other queries (StreamingLLM; Xiao et al., 2024).
 
     So a query sees these keys at another distance than that of their positions.
-
-    Args:
-        rows: [T, H, D], dense along heads and dimensions.
-        num_keys: the first keys of a sequence, at most 512 (see AttentionSinks).
     """
 
-    rows: Tensor
-    num_keys: int
+    rows: Tensor  # [T, H, D], dense along heads and dimensions
+    num_keys: int  # the first keys of a sequence, at most 512 (see AttentionSinks)
 
 
 # None: the model's dtype.
@@ -139,19 +123,12 @@ class AttentionShape(NamedTuple):
 
 @dataclass(slots=True)
 class RoutingCounts:
-    """What mixtures of experts have done since the kernels were made, added up over layers and steps.
+    """What mixtures of experts have done since the kernels were made, added up over layers and steps."""
 
-    Args:
-        mixtures: times that a mixture was asked.
-        pairs: pairs of a token and an expert that it was sent to.
-        touched: experts that had any token.
-        busiest: tokens of the expert that had most.
-    """
-
-    mixtures: int = 0
-    pairs: int = 0
-    touched: int = 0
-    busiest: int = 0
+    mixtures: int = 0  # times that a mixture was asked
+    pairs: int = 0  # pairs of a token and an expert that it was sent to
+    touched: int = 0  # experts that had any token
+    busiest: int = 0  # tokens of the expert that had most
 
     def since(self, earlier: RoutingCounts) -> tuple[int, int, int, int]:
         """The increase of each count since `earlier`."""

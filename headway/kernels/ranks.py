@@ -14,17 +14,13 @@ from headway.kernels.interface import AddRMSNorm, Linear, Mixture, RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of a model a rank has.
+    """Which part of a model a rank has."""
 
-    Args:
-        number, count: its number among the ranks that share each layer, and how many these are.
-        whole_experts: experts are dealt out to them whole (expert parallelism), instead of each being cut.
-        stage, stages: the number of its stage, which has some of the layers, and how many stages there are.
-    """
-
+    # number, count: its number among the ranks that share each layer, and how many these are.
     number: int = 0
     count: int = 1
-    whole_experts: bool = False
+    whole_experts: bool = False  # experts are dealt out to them whole (expert parallelism), instead of each being cut
+    # stage, stages: the number of its stage, which has some of the layers, and how many stages there are.
     stage: int = 0
     stages: int = 1
 
@@ -40,16 +36,12 @@ class Share:
 
 
 class Connection(NamedTuple):
-    """A TCP connection with a rank on another machine.
-
-    Args:
-        receives: that rank takes, for all of its machine, what this one writes for those that share its layers.
-        has_first: its machine has the first of these.
-    """
+    """A TCP connection with a rank on another machine."""
 
     descriptor: int
+    # That rank takes, for all of its machine, what this one writes for those that share its layers.
     receives: bool = False
-    has_first: bool = False
+    has_first: bool = False  # its machine has the first of these
 
 
 class Ranks(Protocol):

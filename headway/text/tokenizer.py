@@ -42,28 +42,21 @@ BYTE_OF = _byte_level_alphabet()
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Encodes and decodes with one checkpoint's vocabulary.
-
-    Attributes:
-        vocab_size: ids below this are known to the model (its embedding may be larger than the tokenizer's list).
-        eos_token_ids: every id that ends a text, from generation_config.json, config.json and the tokenizer's own.
-        special_tokens: name, as bos_token, to its text.
-        config: tokenizer_config.json; generation_config: generation_config.json, or {}.
-        is_byte_level: tokens are byte strings, so text can be decoded byte by byte.
-        longest_token: characters of a text that one token stands for at most; None where that is not known.
-        left_out: texts of added tokens that the model has no row for. They are read as any other text.
-    """
+    """Encodes and decodes with one checkpoint's vocabulary."""
 
     backend: tokenizers.Tokenizer
     folder: Path
-    vocab_size: int
+    vocab_size: int  # ids below this are known to the model (its embedding may be larger than the tokenizer's list)
+    # Every id that ends a text, from generation_config.json, config.json and the tokenizer's own.
     eos_token_ids: list[int]
-    special_tokens: dict[str, str]
+    special_tokens: dict[str, str]  # name, as bos_token, to its text
     special_ids: frozenset[int]
-    config: dict[str, Any]
+    config: dict[str, Any]  # tokenizer_config.json; generation_config: generation_config.json, or {}
     generation_config: dict[str, Any]
-    is_byte_level: bool
+    is_byte_level: bool  # tokens are byte strings, so text can be decoded byte by byte
+    # Characters of a text that one token stands for at most; None where that is not known.
     longest_token: int | None = None
+    # Texts of added tokens that the model has no row for. They are read as any other text.
     left_out: tuple[str, ...] = ()
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 

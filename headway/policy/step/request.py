@@ -81,15 +81,11 @@ class Request(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(slots=True)
 class BlockTable:
-    """A sequence's blocks in one KV cache group, in order of position.
+    """A sequence's blocks in one KV cache group, in order of position."""
 
-    Args:
-        first: the entry of the first block; a window has passed those before.
-        sinks: the blocks of the first entries, which stay where a window has passed those behind them.
-    """
-
-    first: int = 0
+    first: int = 0  # the entry of the first block; a window has passed those before
     blocks: list[int] = field(default_factory=list)
+    # The blocks of the first entries, which stay where a window has passed those behind them.
     sinks: list[int] = field(default_factory=list)
 
     @property
