@@ -112,7 +112,7 @@ class LiveEngine:
             engine = build_engine(settings)
         self._processors = os.sched_getaffinity(0)
         os.sched_setaffinity(0, before)
-        self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
+        self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.ready.startup_ns
         if isinstance(engine.core.executor, ContextExecutor):
             engine.core.executor.shares = _Always(context_ranks, BLOCK)
         for cache in self.runner.caches:

@@ -64,7 +64,9 @@ class StepsAhead:
             submitted = self._device.submit(plan)
         try:
             if follows:
-                self._submit_behind(plan)
+                self._next = self._lookahead.behind(plan)
+                if self._next is not None:
+                    self._running = self._device.submit(self._next)
             outcome = self._device.collect(submitted)
         except BaseException:
             self._running = None
@@ -73,8 +75,3 @@ class StepsAhead:
             self._running, self._not_followed = None, _NOT_FOLLOWED
             return self._device.run(plan)
         return outcome
-
-    def _submit_behind(self, plan: StepPlan) -> None:
-        self._next = self._lookahead.behind(plan)
-        if self._next is not None:
-            self._running = self._device.submit(self._next)

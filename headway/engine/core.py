@@ -67,7 +67,7 @@ class EngineCore:
         self._pending: list[SequenceOutput] = []
         self.unready = Unready()
         self.adapters: Adapters | None = None
-        self._counts = StepCounts(scheduler, roofline)
+        self.roofline, self._counts = roofline, StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
 

@@ -46,6 +46,11 @@ class Prepared:
     kernels: Kernels
     followers: Followers | None  # the processes of other ranks; None where there are none
 
+    @property
+    def cache_name(self) -> str:
+        """The type of the KV cache, for people."""
+        return str(self.cache_dtype).removeprefix("torch.")
+
 
 def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack, say: Callable[[str], None]) -> Prepared:
     """Read the model's config, settle on the device and the types of numbers, and start the other ranks.

@@ -132,12 +132,8 @@ class RoutingCounts:
 
     def since(self, earlier: RoutingCounts) -> tuple[int, int, int, int]:
         """The increase of each count since `earlier`."""
-        return (
-            self.mixtures - earlier.mixtures,
-            self.pairs - earlier.pairs,
-            self.touched - earlier.touched,
-            self.busiest - earlier.busiest,
-        )
+        mixtures, pairs = self.mixtures - earlier.mixtures, self.pairs - earlier.pairs
+        return mixtures, pairs, self.touched - earlier.touched, self.busiest - earlier.busiest
 
 
 # The arguments of Draw for a row of logits; headway/engine/sampler.py says what is done with them, in which order.

@@ -39,16 +39,6 @@ def check_unquantized(weight: Weight, kernels: str) -> None:
         raise ValueError(f"the {kernels} kernels do not support weights in {weight.format}; use --device cpu")
 
 
-def check_unscaled(cache: LayerCache, kernels: str) -> None:
-    """Refuse a cache that only the CPU's kernels can fill and read.
-
-    Raises:
-        ValueError: it has scales.
-    """
-    if cache.key_scales is not None:
-        raise ValueError(f"the KV cache is int8, which the {kernels} kernels do not support; use --device cpu")
-
-
 class ReferenceLinear:
     """A weight [out, in] kept as it came; of parts that were lent, a copy.
 
@@ -343,7 +333,8 @@ class ReferenceKernels(TorchKernels):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to slots [T] of the cache."""
-        check_unscaled(cache, self.name)
+        if cache.key_scales is not None:
+            raise ValueError(f"the KV cache is int8, which the {self.name} kernels do not support; use --device cpu")
         block_size = cache.keys.shape[2]
         block, offset = slots // block_size, slots % block_size
         if cache.keys.dtype == torch.float8_e4m3fn:  # whose numbers torch cannot index

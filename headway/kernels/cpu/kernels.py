@@ -15,7 +15,7 @@ from headway.kernels.cpu import attention as cpu_attention
 from headway.kernels.cpu import cache as cpu_cache
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu import sampling as cpu_sampling
-from headway.kernels.cpu.arithmetic import ALL_KINDS, FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
+from headway.kernels.cpu.arithmetic import FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
 from headway.kernels.cpu.chain import MOST_GROWING, MOST_ROWS, Chains
@@ -61,24 +61,6 @@ class CpuKernels(FurtherKernels):
         self._attending: dict[tuple[torch.dtype, torch.dtype], tuple[int, bool]] = {}
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
         self._chains: Chains | None = None
-
-    def choose(self, dtype: torch.dtype, scheme: str) -> str:
-        products = [*(("bfloat16", "attention") if dtype is torch.bfloat16 else ()), scheme]
-        if scheme == "int4":  # the head has 8 bits
-            products.append("int8")
-        chosen = {product: self._choice.name(product) for product in products if self._choice.is_open(product)}
-        return ", ".join(f"{product} {name}" for product, name in chosen.items())
-
-    @property
-    def named(self) -> dict[str, object]:
-        kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
-        return {
-            f"cpu kernels, tiles: {self._choice.tiles}": self,
-            "team": self._team,
-            "counts": self._counts,
-            "choice": self._choice,
-            **kinds,
-        }
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
@@ -269,17 +251,6 @@ class CpuKernels(FurtherKernels):
         code = cpu_sampling.draw_job(KINDS[logits.dtype])
         self._team.share(code, cpu_sampling.DRAW_ROWS, count, logits.numel() if count > 1 else 0, arguments)
         return tokens.tolist()  # type: ignore[no-any-return]
-
-    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
-        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
-
-        A block at a time, which torch copies on this thread: its indexing would wait for OpenMP's others.
-        """
-        for cache in caches:
-            for blocks in cache.tensors:
-                copies = [blocks[source].clone() for source in sources]
-                for target, copy in zip(targets, copies, strict=True):
-                    blocks[target].copy_(copy)
 
 
 def _start(name: str, x: Tensor) -> tuple[int, int]:

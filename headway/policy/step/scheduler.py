@@ -184,7 +184,8 @@ class Scheduler:
             step.left_out = [sequence for sequence in step.left_out if sequence.status is Status.RUNNING]
         if step.left_out:
             for sequence in step.left_out:
-                self.accounting.leave_out(sequence, step.now)
+                if sequence.clock_marks is not None:
+                    self.accounting.leave(sequence, step.now)
             numbers = {sequence.seq_id for sequence in step.left_out}
             step.decoding = [sequence for sequence in step.decoding if sequence.seq_id not in numbers]
 
