@@ -55,14 +55,9 @@ class Assembler:
         clock: StageClock,
         quantization: str,
     ) -> None:
-        self._source = source
-        self._config = config
-        self._shapes = shapes
-        self._kernels = kernels
-        self._dtype = dtype
-        self._device = device
-        self._clock = clock
-        self._quantization = quantization
+        self._source, self._shapes, self._config = source, shapes, config
+        self._kernels, self._dtype, self._device = kernels, dtype, device
+        self._clock, self._quantization = clock, quantization
         self._placed: list[Placed] = []  # the products of the layer that is being made
         self._placed_experts: PlacedExperts | None = None  # and its mixture
 
@@ -160,6 +155,7 @@ class Assembler:
 
     def _attention(self, index: int, cache: CacheSpec) -> AttentionWeights:
         attention, shape = f"model.layers.{index}.self_attn", self._config.shape
+        ones = torch.ones(cache.value_dim, dtype=self._dtype, device=self._device)
         factor = 1.0 if self._config.traits.norms.attended else self._config.multipliers.added
         return AttentionWeights(
             qkv=self._qkv(index, cache),
@@ -170,7 +166,7 @@ class Assembler:
             rotated=self._config.rotated[index],
             norms_behind=self._config.traits.norms_behind,
             sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
-            value_norm=self._ones(cache.value_dim) if shape.kinds and cache.source is None else None,
+            value_norm=ones if shape.kinds and cache.source is None else None,
             projected_kv=projected_kv(shape, index),
         )
 
@@ -244,9 +240,6 @@ class Assembler:
         )
         o = self._linear(f"{block}.out_proj", factor=self._config.multipliers.added)
         return DeltaNet(self._kernels, projection, heads_projection, self._taps(f"{block}.conv1d"), rule, o)
-
-    def _ones(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def _taps(self, name: str) -> Tensor:
         """The taps of a convolution, [width, channels]."""
