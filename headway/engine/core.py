@@ -106,8 +106,7 @@ class EngineCore:
             return
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
-        awaited = [each for each in (compiled, *[hook.awaited(request) for hook in self.hooks]) if each is not None]
-        if awaited:
+        if awaited := [*filter(None, [compiled, *[hook.awaited(request) for hook in self.hooks]])]:
             self.unready[request.request_id] = awaited, request, self._clock()
             return
         self._queue(request)

@@ -119,8 +119,8 @@ class Tokenizer:
 
     def _with_stated_bos(self, text: str, ids: list[int]) -> list[int]:
         """tokenizer_config.json's add_bos_token, where it is stated, wins over tokenizer.json's post-processor."""
-        bos, wants_bos = self.bos_token_id, self.config.get("add_bos_token")
-        if bos is None or not isinstance(wants_bos, bool):
+        wants_bos = self.config.get("add_bos_token")
+        if not isinstance(wants_bos, bool) or (bos := self.bos_token_id) is None:
             return ids
         has_bos = ids[:1] == [bos] and not text.startswith(self.special_tokens["bos_token"])
         if wants_bos == has_bos:
