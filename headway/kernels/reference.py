@@ -267,7 +267,9 @@ class TorchKernels:
         )
         head_of = torch.arange(heads, device=mixed.device)
         head_of = head_of % rule.key_heads if rule.by_turns else head_of * rule.key_heads // heads
-        query, key = (_l2_normalized(part)[:, head_of] for part in (query, key))
+        query, key = (
+            (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6))[:, head_of] for part in (query, key)
+        )
         writes, forgets = numbers.float().chunk(2, 1)
         writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
         out = torch.empty_like(value)
@@ -407,10 +409,6 @@ def spans_of(step: StepGeometry) -> list[tuple[Span, dict[int, int]]]:
             copy = spans[at] if copy.further else Span(0, 0, 0, 0)
         found.append((span, keeps))
     return found
-
-
-def _l2_normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:
