@@ -47,11 +47,7 @@ class GrammarProcess:
         self._process = BoundedProcess(__name__, str(folder), str(vocab_size), ",".join(map(str, eos_token_ids)))
 
     def check(self, asked: StructuredOutputs, seconds: float) -> Checked:
-        """The checked grammar, or why it is refused.
-
-        Raises:
-            TimeoutError: it took longer than this.
-        """
+        """The checked grammar, or why it is refused. Raises TimeoutError: it took longer than this."""
         try:
             return msgspec.msgpack.decode(self._process.ask(msgspec.msgpack.encode(asked), seconds), type=Checked)
         except Closed as error:

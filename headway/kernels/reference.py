@@ -30,11 +30,7 @@ _WIDE_AT_ONCE = 8192  # rows of a weight of which there is a float32 copy at a t
 
 
 def check_unquantized(weight: Weight, kernels: str) -> None:
-    """Refuse what only the CPU's kernels have.
-
-    Raises:
-        ValueError: the weight is packed or to be rounded.
-    """
+    """Refuse what only the CPU's kernels have. Raises ValueError: the weight is packed or to be rounded."""
     if weight.format != "none":
         raise ValueError(f"the {kernels} kernels do not support weights in {weight.format}; use --device cpu")
 

@@ -307,11 +307,7 @@ class PartSource(Part):
         out.copy_(self._cut(name, whole))
 
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
-        """See WeightSource. All of the matrix is read.
-
-        Raises:
-            ModelError: a part would begin or end within a group.
-        """
+        """See WeightSource. All of the matrix is read. Raises ModelError: a part would begin or end within a group."""
         stored = self.stored(f"{layer}.").removesuffix(".")
         weight = self._source.packed(stored, dtype)
         if weight is None:

@@ -479,11 +479,7 @@ class Scheduler:
     # --- integrity ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Verify that no block is leaked or held twice.
-
-        Raises:
-            RuntimeError: naming the block.
-        """
+        """Verify that no block is leaked or held twice. Raises RuntimeError, which names the block."""
         for _ in self.check_by_parts():
             pass
 

@@ -34,11 +34,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step.
-
-    Raises:
-        ValueError: when the limits contradict each other; the message names both.
-    """
+    """Limits of a step. Raises ValueError: limits contradict each other; the message names both."""
 
     max_num_seqs: int  # sequences that may run at once
     max_num_batched_tokens: int  # tokens of one step; at least max_num_seqs, so that decoding never waits

@@ -23,11 +23,7 @@ class InvalidStructure(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What the output has to be.
-
-    Raises:
-        InvalidStructure: there is no such kind, or the text is too long.
-    """
+    """What the output has to be. Raises InvalidStructure: there is no such kind, or the text is too long."""
 
     # Json (a JSON schema), json_object, regex, choice, grammar (Lark or GBNF), or llguidance, which is what
     # headway.grammars makes of the others.
