@@ -9,6 +9,7 @@ timed alone, on a virtual clock, with requests of all classes: `--scheduler-only
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
-from headway.engine.process import quiet_garbage_collector
 from headway.engine.runner import Runner
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.models.config import ModelConfig
@@ -158,11 +158,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time of greedy steps goes")
     args = parser.parse_args()
     if args.scheduler_only:
-        quiet_garbage_collector()
+        gc.freeze()
         return print_schedulings(args.steps)
     torch.set_num_threads(1)
     core = build(args.sequences, args.vocab, 1024)
-    quiet_garbage_collector()
+    gc.freeze()
     if args.profile:
         import cProfile
 

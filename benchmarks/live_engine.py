@@ -26,7 +26,7 @@ from headway.bundled import STORY
 from headway.cost.config import read_shape
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore, StepsInOrder
+from headway.engine.core import EngineCore
 from headway.engine.messages import AddRequest
 from headway.engine.node import run_node
 from headway.engine.ranked import ContextExecutor, StagedExecutor
@@ -119,7 +119,7 @@ class LiveEngine:
             engine = build_engine(settings)
         self._processors = os.sched_getaffinity(0)
         os.sched_setaffinity(0, before)
-        self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.startup_ns
+        self._core, self.runner, self.startup_ns = engine.core, engine.runner, engine.ready.startup_ns
         if isinstance(engine.core.executor, ContextExecutor):
             engine.core.executor.shares = _Always(context_ranks, BLOCK)
         for cache in self.runner.caches:
@@ -162,7 +162,7 @@ class LiveEngine:
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """Submit no step while another runs, until the context ends."""
-        steps, self._core.steps = self._core.steps, StepsInOrder(self._core.scheduler, self._core.executor)
+        steps, self._core.steps = self._core.steps, None
         try:
             yield
         finally:

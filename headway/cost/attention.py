@@ -20,22 +20,15 @@ COMMON_PART = 512  # tokens
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's part of a step, or that of several alike.
+    """One sequence's part of a step, or that of several alike."""
 
-    Args:
-        tokens: tokens that are computed in this step, at least 1.
-        context: tokens that were computed in earlier steps.
-        logit_rows: tokens whose logits are wanted: 1 for a decode and for the end of a prompt, 0 for a prompt
-            that goes on.
-        sequences: how many sequences have the same part.
-        common: tokens at the beginning of their contexts that these have in the same blocks. Layers that see all tokens
-            read them once for all.
-    """
-
-    tokens: int
-    context: int = 0
+    tokens: int  # tokens that are computed in this step, at least 1
+    context: int = 0  # tokens that were computed in earlier steps
+    # Tokens whose logits are wanted: 1 for a decode and for the end of a prompt, 0 for a prompt that goes on.
     logit_rows: int = 1
-    sequences: int = 1
+    sequences: int = 1  # how many sequences have the same part
+    # Tokens at the beginning of their contexts that these have in the same blocks. Layers that see all tokens read them
+    # once for all.
     common: int = 0
 
 
@@ -66,23 +59,18 @@ def visible_keys(tokens: int, context: int, window: int | None = None) -> int:
 
 
 class Attended(msgspec.Struct, frozen=True, gc=False):
-    """What attention does in one step, over all layers and sequences.
+    """What attention does in one step, over all layers and sequences."""
 
-    Args:
-        score_flops, value_flops: FLOPs of the products of queries with keys, and of weights with values.
-        key_elements, value_elements: elements that are read from the cache. A latent is read once, with the keys.
-        latent_flops: FLOPs that turn latents into keys and values, or queries and results into the latents' space.
-        expanded_elements: elements of keys and values made of latents, which are written and read again.
-        score_elements: elements of the matrix of scores, where it goes through memory; 0 with tiling.
-    """
-
+    # score_flops, value_flops: FLOPs of the products of queries with keys, and of weights with values.
     score_flops: int = 0
     value_flops: int = 0
+    # key_elements, value_elements: elements that are read from the cache. A latent is read once, with the keys.
     key_elements: int = 0
     value_elements: int = 0
+    # FLOPs that turn latents into keys and values, or queries and results into the latents' space.
     latent_flops: int = 0
-    expanded_elements: int = 0
-    score_elements: int = 0
+    expanded_elements: int = 0  # elements of keys and values made of latents, which are written and read again
+    score_elements: int = 0  # elements of the matrix of scores, where it goes through memory; 0 with tiling
 
     def __add__(self, other: Attended) -> Attended:
         return Attended(

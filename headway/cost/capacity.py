@@ -30,33 +30,19 @@ MOST_CONTEXT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the memory of a replica's fullest device holds, in bytes.
+    """What the memory of a replica's fullest device holds, in bytes."""
 
-    Args:
-        memory: all memory of the device.
-        usable: the part of it that the engine takes.
-        weights: weights on the device.
-        activations: activations of the largest step, and what its sampler takes.
-        workspace: what the runtime and its captured graphs take.
-        kv_pool: what is left for the cache; negative where not even weights and activations fit.
-        kv_per_token: cache of a token in all layers of the device, sliding windows apart.
-        pool_tokens: tokens that fit into the pool, in whole blocks, sliding windows apart.
-        max_batch: sequences of prompt + output tokens that fit at once.
-        max_context: tokens of a single sequence that fit, the model's own limit apart.
-        shortfall: bytes that are missing for one sequence of prompt + output tokens; 0 where it fits.
-    """
-
-    memory: int
-    usable: int
-    weights: int
-    activations: int
-    workspace: int
-    kv_pool: int
-    kv_per_token: int
-    pool_tokens: int
-    max_batch: int
-    max_context: int
-    shortfall: int
+    memory: int  # all memory of the device
+    usable: int  # the part of it that the engine takes
+    weights: int  # weights on the device
+    activations: int  # activations of the largest step, and what its sampler takes
+    workspace: int  # what the runtime and its captured graphs take
+    kv_pool: int  # what is left for the cache; negative where not even weights and activations fit
+    kv_per_token: int  # cache of a token in all layers of the device, sliding windows apart
+    pool_tokens: int  # tokens that fit into the pool, in whole blocks, sliding windows apart
+    max_batch: int  # sequences of prompt + output tokens that fit at once
+    max_context: int  # tokens of a single sequence that fit, the model's own limit apart
+    shortfall: int  # bytes that are missing for one sequence of prompt + output tokens; 0 where it fits
 
     @property
     def fits(self) -> bool:
@@ -66,28 +52,19 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of an engine that decide about memory.
+    """The settings of an engine that decide about memory."""
 
-    Args:
-        utilization: share of the memory that the engine takes.
-        free_share: where it is given, the cache instead takes this share of what weights and workspace leave free, at
-            most what the activations leave of that.
-        block_size: tokens of a block of the cache.
-        max_num_batched_tokens: tokens of the largest step, which decide the activations.
-        max_num_seqs: sequences in a step; they decide the size of its logits only, and do not limit `max_batch`.
-        rolling: layers with a sliding window keep no more than the window; otherwise they keep everything.
-        sampler_bytes: bytes that the sampler takes beside the activations of a step.
-        adapter_bytes: bytes of the slots for adapters, a part of the workspace.
-    """
-
-    utilization: float = 0.9
+    utilization: float = 0.9  # share of the memory that the engine takes
+    # Where it is given, the cache instead takes this share of what weights and workspace leave free, at most what the
+    # activations leave of that.
     free_share: float | None = None
-    block_size: int = 16
-    max_num_batched_tokens: int = 8192
+    block_size: int = 16  # tokens of a block of the cache
+    max_num_batched_tokens: int = 8192  # tokens of the largest step, which decide the activations
+    # Sequences in a step; they decide the size of its logits only, and do not limit `max_batch`.
     max_num_seqs: int = 256
-    rolling: bool = True
-    sampler_bytes: int = 0
-    adapter_bytes: int = 0
+    rolling: bool = True  # layers with a sliding window keep no more than the window; otherwise they keep everything
+    sampler_bytes: int = 0  # bytes that the sampler takes beside the activations of a step
+    adapter_bytes: int = 0  # bytes of the slots for adapters, a part of the workspace
 
 
 USUAL = Settings()

@@ -15,59 +15,46 @@ TILE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares are of the data sheet's rate, above 0; times in seconds.
+    """Shares are of the data sheet's rate, above 0; times in seconds."""
 
-    Args:
-        matmul_flops: share for large matrix products, by format; "other" for formats that are not named.
-        matmul_bytes: share for the weights of a product with few tokens.
-        widen_ops: operations in fp32 that it takes to widen a weight to what it is multiplied in, by the bits of a
-            weight. They are done once for each tile of rows of a product (`TILE_ROWS`), while weights are read, but not
-            while products are made.
-        expert_flops, expert_bytes: factors on the two above for the experts' products, which are many and uneven. The
-            second may be above 1: uneven routers touch fewer experts than even ones.
-        attention_flops: share for the products of attention over prompts.
-        score_s: time of each score (a query, a key and a head) besides the products: exponential, maximum and sum.
-        attention_s: time of a layer's attention besides all that it reads and computes: on a GPU, tiles of a sequence
-            are read one after the other, and however few they are, each is waited for.
-        kv_bytes: share for the cache that decodes read.
-        element_bytes: share for operations on single elements.
-        link: share of the links' rate, in large collectives.
-        sharpness: how well arithmetic and memory traffic overlap: an operation takes
-            (compute ** p + memory ** p) ** (1 / p), so infinity for perfectly and 1 for not at all.
-        kernel_s: time between one kernel and the next.
-        step_s: time between one step and the next, while the device waits for its host.
-        sequence_s: time of the host for each sequence of a step.
-        launch_s: time of the host for each kernel of a step with prompts, which no captured graph holds. The device
-            works meanwhile, so that it counts where the device is faster.
-        token_s: time of the host for each prompt token before its step (tokenizing, copying).
-        request_s: time of the host for each request before its first token (HTTP, queues, the answer).
-        output_s: time of the API process for each sequence that decodes beside a request's first step: what a step
-            draws is sent one token after the other, and requests are taken up in between.
-        linear: (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them
-            it is interpolated over the logarithm. Empty for 1 everywhere.
-        linear_of: factors like `linear` for products with weights in some formats, or made in some, where they differ.
-    """
-
+    # Share for large matrix products, by format; "other" for formats that are not named.
     matmul_flops: dict[str, float] = field(default_factory=lambda: {"other": 0.7})
-    matmul_bytes: float = 0.85
+    matmul_bytes: float = 0.85  # share for the weights of a product with few tokens
+    # Operations in fp32 that it takes to widen a weight to what it is multiplied in, by the bits of a weight. They are
+    # done once for each tile of rows of a product (`TILE_ROWS`), while weights are read, but not while products are
+    # made.
     widen_ops: dict[str, float] = field(default_factory=lambda: {"8": 8.0, "4": 12.0})
+    # expert_flops, expert_bytes: factors on the two above for the experts' products, which are many and uneven. The
+    # second may be above 1: uneven routers touch fewer experts than even ones.
     expert_flops: float = 0.7
     expert_bytes: float = 0.8
-    attention_flops: float = 0.5
+    attention_flops: float = 0.5  # share for the products of attention over prompts
+    # Time of each score (a query, a key and a head) besides the products: exponential, maximum and sum.
     score_s: float = 0.0
+    # Time of a layer's attention besides all that it reads and computes: on a GPU, tiles of a sequence are read one
+    # after the other, and however few they are, each is waited for.
     attention_s: float = 0.0
-    kv_bytes: float = 0.75
-    element_bytes: float = 0.7
-    link: float = 0.7
+    kv_bytes: float = 0.75  # share for the cache that decodes read
+    element_bytes: float = 0.7  # share for operations on single elements
+    link: float = 0.7  # share of the links' rate, in large collectives
+    # How well arithmetic and memory traffic overlap: an operation takes (compute ** p + memory ** p) ** (1 / p), so
+    # infinity for perfectly and 1 for not at all.
     sharpness: float = 4.0
-    kernel_s: float = 2e-6
-    step_s: float = 1e-3
-    sequence_s: float = 1e-5
+    kernel_s: float = 2e-6  # time between one kernel and the next
+    step_s: float = 1e-3  # time between one step and the next, while the device waits for its host
+    sequence_s: float = 1e-5  # time of the host for each sequence of a step
+    # Time of the host for each kernel of a step with prompts, which no captured graph holds. The device works
+    # meanwhile, so that it counts where the device is faster.
     launch_s: float = 0.0
-    token_s: float = 2e-6
-    request_s: float = 1e-2
+    token_s: float = 2e-6  # time of the host for each prompt token before its step (tokenizing, copying)
+    request_s: float = 1e-2  # time of the host for each request before its first token (HTTP, queues, the answer)
+    # Time of the API process for each sequence that decodes beside a request's first step: what a step draws is sent
+    # one token after the other, and requests are taken up in between.
     output_s: float = 0.0
+    # (tokens, factor on the time of linear layers) as measured, by tokens in a step, ascending; between them it is
+    # interpolated over the logarithm. Empty for 1 everywhere.
     linear: tuple[tuple[int, float], ...] = ()
+    # Factors like `linear` for products with weights in some formats, or made in some, where they differ.
     linear_of: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -9,39 +9,28 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes; a bias that is a string is the config key that switches it on.
-
-    Args:
-        windows: none, all (when sliding_window is set), switched (all, with use_sliding_window), layers
-            (use_sliding_window, then layer_types or max_window_layers), or types (layer_types alone, or of as many
-            layers as sliding_window_pattern says all but the last).
-        layer_norms: norms in a layer, with the whole hidden state.
-        ffn: the key of F.
-        kinds: layers with a window and layers without have sizes of their own, as Gemma 4's.
-        experts: the names of the keys that describe a mixture of experts, or None.
-        latent: attention is of the kind with a latent.
-        recurrent: what `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv,
-            of short convolutions; None where there are none.
-        output_gate: see ModelShape.
-        refused: keys that switch on parts that are not counted, which no published model has.
-        defaults: what the architecture assumes for keys that are missing.
-    """
+    """What an architecture fixes; a bias that is a string is the config key that switches it on."""
 
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
+    # None, all (when sliding_window is set), switched (all, with use_sliding_window), layers (use_sliding_window, then
+    # layer_types or max_window_layers), or types (layer_types alone, or of as many layers as sliding_window_pattern
+    # says all but the last).
     windows: str = "none"
-    experts: ExpertKeys | None = None
-    latent: bool = False
+    experts: ExpertKeys | None = None  # the names of the keys that describe a mixture of experts, or None
+    latent: bool = False  # attention is of the kind with a latent
+    # What `layer_types` calls layers that have no attention: linear_attention, of Gated DeltaNet, or conv, of short
+    # convolutions; None where there are none.
     recurrent: str | None = None
-    output_gate: bool = False
+    output_gate: bool = False  # see ModelShape
     sinks: bool = False
-    layer_norms: int = 2
-    ffn: str = "intermediate_size"
-    kinds: bool = False
-    refused: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    layer_norms: int = 2  # norms in a layer, with the whole hidden state
+    ffn: str = "intermediate_size"  # the key of F
+    kinds: bool = False  # layers with a window and layers without have sizes of their own, as Gemma 4's
+    refused: tuple[str, ...] = ()  # keys that switch on parts that are not counted, which no published model has
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what the architecture assumes for keys that are missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,18 +23,12 @@ _WIDER = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How devices of one machine reach each other, or machines.
-
-    Args:
-        bytes_per_s: what a device sends in one direction.
-        latency_s: seconds of a small all-reduce among them.
-        max_devices: how many devices are joined like this.
-    """
+    """How devices of one machine reach each other, or machines."""
 
     kind: str
-    bytes_per_s: float
-    latency_s: float
-    max_devices: int
+    bytes_per_s: float  # what a device sends in one direction
+    latency_s: float  # seconds of a small all-reduce among them
+    max_devices: int  # how many devices are joined like this
 
 
 # A small all-reduce between machines over InfiniBand: a rule of thumb, three to four times that of NVLink.
@@ -62,43 +56,32 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device. Rates are per second, sizes in bytes.
+    """A device. Rates are per second, sizes in bytes."""
 
-    Args:
-        key: its short name.
-        kind: gpu or cpu.
-        memory_bytes: memory that programs can have.
-        bytes_per_s: bandwidth of its memory by the data sheet, or as measured with streaming reads.
-        flops_per_s: rates of dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has
-            them; and mxfp4, for such weights with 8-bit activations.
-        host_bytes_per_s: bandwidth between it and its host's memory, one way.
-        reads: pairs of a number of bytes and the rate at which so many are read over and over, smallest first; empty
-            where only memory counts.
-        network: the link between machines of such devices; None where nobody said.
-        cuda_cores, tensor_cores: of the whole device; None where no data sheet was at hand.
-        bus_bits: width of the way to its memory.
-        measured: it is this machine as `headway calibrate` found it.
-    """
-
-    key: str
+    key: str  # its short name
     name: str
-    kind: str
+    kind: str  # gpu or cpu
     architecture: str
-    memory_bytes: int
-    bytes_per_s: float
+    memory_bytes: int  # memory that programs can have
+    bytes_per_s: float  # bandwidth of its memory by the data sheet, or as measured with streaming reads
+    # Rates of dense matrix products by format: fp32, bf16, fp16, fp8, int8, fp4, int4, as far as it has them; and
+    # mxfp4, for such weights with 8-bit activations.
     flops_per_s: dict[str, float]
     link: Link | None = None
-    host_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None  # bandwidth between it and its host's memory, one way
     tdp_w: float | None = None
     price: Price | None = None
     sources: tuple[str, ...] = ()
     note: str = ""
+    # Pairs of a number of bytes and the rate at which so many are read over and over, smallest first; empty where only
+    # memory counts.
     reads: tuple[tuple[int, float], ...] = ()
-    network: Link | None = None
+    network: Link | None = None  # the link between machines of such devices; None where nobody said
+    # cuda_cores, tensor_cores: of the whole device; None where no data sheet was at hand.
     cuda_cores: int | None = None
     tensor_cores: int | None = None
-    bus_bits: int | None = None
-    measured: bool = False
+    bus_bits: int | None = None  # width of the way to its memory
+    measured: bool = False  # it is this machine as `headway calibrate` found it
     aliases: tuple[str, ...] = field(default=())
 
     def arithmetic(self, format_: str) -> str:

@@ -20,15 +20,10 @@ MOST_SINKS = 512
 
 
 class AttentionSinks(NamedTuple):
-    """Layers that see the first tokens of a sequence and its last ones (StreamingLLM; Xiao et al., 2024).
+    """Layers that see the first tokens of a sequence and its last ones (StreamingLLM; Xiao et al., 2024)."""
 
-    Args:
-        sinks: how many of the first, in whole blocks.
-        window: positions that a query sees, the sinks and itself included. Layers with this window have sinks.
-    """
-
-    sinks: int
-    window: int
+    sinks: int  # how many of the first, in whole blocks
+    window: int  # positions that a query sees, the sinks and itself included. Layers with this window have sinks.
 
     @classmethod
     def of(
@@ -70,25 +65,17 @@ class AttentionSinks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What one layer keeps of each token: a key and a value for each of some heads.
+    """What one layer keeps of each token: a key and a value for each of some heads."""
 
-    Args:
-        heads: key/value heads; 1 for a latent.
-        key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
-            the key, as of a latent.
-        window: how many positions a query sees, itself included; None for all.
-        sinks: how many of them are always the first ones.
-        latent: how many of the first elements of a latent values are made of; 0 where there are values.
-        source: the layer whose keys and values this one attends to; None: its own.
-    """
-
-    heads: int
+    heads: int  # key/value heads; 1 for a latent
+    # key_dim, value_dim: elements of a head's key and value; value_dim is 0 where values are made of what is kept as
+    # the key, as of a latent.
     key_dim: int
     value_dim: int
-    window: int | None = None
-    sinks: int = 0
-    latent: int = 0
-    source: int | None = None
+    window: int | None = None  # how many positions a query sees, itself included; None for all
+    sinks: int = 0  # how many of them are always the first ones
+    latent: int = 0  # how many of the first elements of a latent values are made of; 0 where there are values
+    source: int | None = None  # the layer whose keys and values this one attends to; None: its own
 
     @property
     def sees_all(self) -> bool:
@@ -112,21 +99,15 @@ class StateSpec:
 
     A causal convolution of each channel sees the last `width` tokens, and keeps the inputs of all but one. Gated
     DeltaNet (Yang et al., 2024) has a matrix [key_dim, value_dim] for each head beside it.
-
-    Args:
-        channels: how many channels are convolved.
-        heads: heads of values; 0 for a layer that is nothing but a convolution (LFM2).
-        key_heads: heads of queries and keys, each of which serves equally many heads of values.
-        bias: the convolution and the projections around it have one.
     """
 
-    channels: int
+    channels: int  # how many channels are convolved
     width: int
-    heads: int = 0
-    key_heads: int = 0
+    heads: int = 0  # heads of values; 0 for a layer that is nothing but a convolution (LFM2)
+    key_heads: int = 0  # heads of queries and keys, each of which serves equally many heads of values
     key_dim: int = 0
     value_dim: int = 0
-    bias: bool = False
+    bias: bool = False  # the convolution and the projections around it have one
 
     @property
     def elements(self) -> int:
@@ -163,23 +144,16 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token.
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one short vector for each token."""
 
-    Args:
-        q_rank: elements of the compressed queries; None where queries are not compressed.
-        kv_rank: elements of the cached vector.
-        nope_dim, rope_dim: elements of a head's query and key without and with positions. The part with positions is
-            cached once for all heads.
-        value_dim: elements of a head's value.
-        always_absorbed: prompts are computed in the space of latents too, as this engine does, and not in the cheaper
-            of both ways.
-    """
-
-    q_rank: int | None
-    kv_rank: int
+    q_rank: int | None  # elements of the compressed queries; None where queries are not compressed
+    kv_rank: int  # elements of the cached vector
+    # nope_dim, rope_dim: elements of a head's query and key without and with positions. The part with positions is
+    # cached once for all heads.
     nope_dim: int
     rope_dim: int
-    value_dim: int
+    value_dim: int  # elements of a head's value
+    # Prompts are computed in the space of latents too, as this engine does, and not in the cheaper of both ways.
     always_absorbed: bool = False
 
     @property
@@ -199,31 +173,20 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward layer.
+    """A mixture of experts in place of the feed-forward layer."""
 
-    Args:
-        count: experts that the router chooses from.
-        per_token: experts that it chooses for each token.
-        width: F of each expert.
-        layers: how many layers have experts; the others have the plain feed-forward layer.
-        shared_width: F of what every token goes through beside them; 0 for nothing.
-        shared_gate: the router has a row for it too, whose logit says how much of its result counts (Qwen2-MoE).
-        bias: the experts' matrices have a bias.
-        router_bias: the router has a bias, one number for each expert.
-        held: experts that this device has; None for all.
-        senders: devices whose tokens the experts here serve, each with a batch like this one's (expert parallelism
-            beside data-parallel attention).
-    """
-
-    count: int
-    per_token: int
-    width: int
-    layers: int
-    shared_width: int = 0
+    count: int  # experts that the router chooses from
+    per_token: int  # experts that it chooses for each token
+    width: int  # F of each expert
+    layers: int  # how many layers have experts; the others have the plain feed-forward layer
+    shared_width: int = 0  # F of what every token goes through beside them; 0 for nothing
+    # The router has a row for it too, whose logit says how much of its result counts (Qwen2-MoE).
     shared_gate: bool = False
-    bias: bool = False
-    router_bias: bool = False
-    held: int | None = None
+    bias: bool = False  # the experts' matrices have a bias
+    router_bias: bool = False  # the router has a bias, one number for each expert
+    held: int | None = None  # experts that this device has; None for all
+    # Devices whose tokens the experts here serve, each with a batch like this one's (expert parallelism beside
+    # data-parallel attention).
     senders: int = 1
 
     @property
@@ -249,34 +212,23 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that have sizes of their own (Gemma 4).
+    """Layers that have sizes of their own (Gemma 4)."""
 
-    Args:
-        layers: their numbers.
-        keys_are_values: there is no projection to values, which are made of what becomes the keys.
-        source: the layer whose keys and values these attend to; None: their own.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # their numbers
     kv_heads: int
     head_dim: int
     ffn: int
     window: int | None = None
-    keys_are_values: bool = False
-    source: int | None = None
+    keys_are_values: bool = False  # there is no projection to values, which are made of what becomes the keys
+    source: int | None = None  # the layer whose keys and values these attend to; None: their own
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """A second embedding of tokens, of which each layer gets a part (Gemma 4, Gemma 3n).
+    """A second embedding of tokens, of which each layer gets a part (Gemma 4, Gemma 3n)."""
 
-    Args:
-        width: elements of a layer's part.
-        vocab: rows of this embedding.
-    """
-
-    width: int
-    vocab: int
+    width: int  # elements of a layer's part
+    vocab: int  # rows of this embedding
 
     def parameters(self, layers: int, hidden: int) -> int:
         """Parameters of the embedding, the projection of the first one and its norm, and in each layer two projections

@@ -16,19 +16,12 @@ DESERIALIZE_BYTES_PER_S = 10e9
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Seconds of each stage, one after the other, as document 000 lists them; engines overlap some of them.
+    """Seconds of each stage, one after the other, as document 000 lists them; engines overlap some of them."""
 
-    Args:
-        storage_s: reading the checkpoint, once for all devices of a machine.
-        deserialize_s: making tensors of it.
-        transfer_s: sending them to the devices, each over its own link; 0 where the device is the host.
-        layout_s: rewriting the weights on the device in the order that kernels want: read and written once.
-    """
-
-    storage_s: float
-    deserialize_s: float
-    transfer_s: float
-    layout_s: float
+    storage_s: float  # reading the checkpoint, once for all devices of a machine
+    deserialize_s: float  # making tensors of it
+    transfer_s: float  # sending them to the devices, each over its own link; 0 where the device is the host
+    layout_s: float  # rewriting the weights on the device in the order that kernels want: read and written once
 
     @property
     def seconds(self) -> float:

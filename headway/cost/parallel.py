@@ -18,22 +18,15 @@ from headway.cost.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How a model is spread. One replica takes tensor * pipeline * data devices.
+    """How a model is spread. One replica takes tensor * pipeline * data devices."""
 
-    Args:
-        tensor: devices that share each layer.
-        pipeline: stages that share the layers.
-        data: groups of `tensor` devices that each attend to their own sequences and share the experts; above 1 only
-            with `experts`.
-        experts: experts are dealt out whole to the devices of a stage.
-        sequence: norms and residuals are divided among the devices by token (Korthikanti et al., 2022).
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
+    tensor: int = 1  # devices that share each layer
+    pipeline: int = 1  # stages that share the layers
+    # Groups of `tensor` devices that each attend to their own sequences and share the experts; above 1 only with
+    # `experts`.
     data: int = 1
-    experts: bool = False
-    sequence: bool = False
+    experts: bool = False  # experts are dealt out whole to the devices of a stage
+    sequence: bool = False  # norms and residuals are divided among the devices by token (Korthikanti et al., 2022)
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data"):
@@ -160,20 +153,16 @@ def _stage(shape: ModelShape, first: int, length: int) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the devices of a stage send in one step.
+    """What the devices of a stage send in one step."""
 
-    Args:
-        all_reduces, all_reduce_bytes: how many all-reduces there are, and the bytes of all their tensors.
-        gather_bytes: bytes of the logits, which are gathered.
-        all_to_alls, all_to_all_bytes: how often tokens go to their experts or back, and the bytes that a device sends.
-        hops, hop_bytes: how often activations go from stage to stage, and their bytes.
-    """
-
+    # all_reduces, all_reduce_bytes: how many all-reduces there are, and the bytes of all their tensors.
     all_reduces: int = 0
     all_reduce_bytes: int = 0
-    gather_bytes: int = 0
+    gather_bytes: int = 0  # bytes of the logits, which are gathered
+    # all_to_alls, all_to_all_bytes: how often tokens go to their experts or back, and the bytes that a device sends.
     all_to_alls: int = 0
     all_to_all_bytes: int = 0
+    # hops, hop_bytes: how often activations go from stage to stage, and their bytes.
     hops: int = 0
     hop_bytes: int = 0
 

@@ -10,23 +10,15 @@ from headway.cost.layers import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format.
-
-    Args:
-        bits: bits of an element.
-        group: elements that share a scale; 0 where there are no scales, or so few that nobody counts them.
-        scale_bits: bits of a group's scale, and of its zero point where it has one.
-        compute: the arithmetic of matrix products in this format, a key of `Hardware.flops_per_s`.
-        row_bits: bits of a scale that each row of a matrix has besides.
-        rows, inputs: rows of a matrix, and the numbers in each, are filled up to multiples of these.
-    """
+    """A number format."""
 
     name: str
-    bits: int
-    compute: str
-    group: int = 0
-    scale_bits: int = 0
-    row_bits: int = 0
+    bits: int  # bits of an element
+    compute: str  # the arithmetic of matrix products in this format, a key of `Hardware.flops_per_s`
+    group: int = 0  # elements that share a scale; 0 where there are no scales, or so few that nobody counts them
+    scale_bits: int = 0  # bits of a group's scale, and of its zero point where it has one
+    row_bits: int = 0  # bits of a scale that each row of a matrix has besides
+    # rows, inputs: rows of a matrix, and the numbers in each, are filled up to multiples of these.
     rows: int = 1
     inputs: int = 1
 
@@ -125,24 +117,15 @@ KV_DTYPES = ("auto", "fp8", "int8", "bf16", "fp16", "fp32")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The formats of a model's parts.
+    """The formats of a model's parts."""
 
-    Args:
-        linear: format of the layers' matrices.
-        experts: format of the experts' matrices; None stands for `linear`.
-        latent: format of the matrices between latents and the keys and values of heads; None stands for `linear`.
-        head: format of the output projection; an embedding that is tied to it is kept like it.
-        rest: format of norms, biases, routers and the embedding.
-        activations: format of what layers hand to each other; it is also the dtype of attention's products.
-        kv: format of cached keys and values.
-    """
-
-    linear: Format = BF16
-    experts: Format | None = None
-    head: Format = BF16
-    rest: Format = BF16
-    activations: Format = BF16
-    kv: Format = BF16
+    linear: Format = BF16  # format of the layers' matrices
+    experts: Format | None = None  # format of the experts' matrices; None stands for `linear`
+    head: Format = BF16  # format of the output projection; an embedding that is tied to it is kept like it
+    rest: Format = BF16  # format of norms, biases, routers and the embedding
+    activations: Format = BF16  # format of what layers hand to each other; it is also the dtype of attention's products
+    kv: Format = BF16  # format of cached keys and values
+    # Format of the matrices between latents and the keys and values of heads; None stands for `linear`.
     latent: Format | None = None
 
     @classmethod

@@ -19,18 +19,13 @@ def _random_shares() -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Requests that are alike, in tokens.
-
-    Args:
-        output: tokens of an answer, on average.
-        cached: tokens of the prompt that are found in the prefix cache; at least one is always computed.
-        spread: answers are evenly spread between output * (1 - spread) and output * (1 + spread). At 0 requests that
-            begin together end together and their successors come together: bursts that never dissolve.
-    """
+    """Requests that are alike, in tokens."""
 
     prompt: int
-    output: int
-    cached: int = 0
+    output: int  # tokens of an answer, on average
+    cached: int = 0  # tokens of the prompt that are found in the prefix cache; at least one is always computed
+    # Answers are evenly spread between output * (1 - spread) and output * (1 + spread). At 0 requests that begin
+    # together end together and their successors come together: bursts that never dissolve.
     spread: float = 0.0
 
     @property
@@ -50,25 +45,18 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of an engine: tokens in a step, and sequences at once.
-
-    Args:
-        prefill_stall_s: seconds by which prompts may lengthen a step for the decodes beside them; they may lengthen it
-            by as long as these decodes take alone where that is more (`policy.step.step_budget`). Infinite for no bound
-            but the tokens.
-        least_tokens: tokens that the first prompt gets beside decodes, however long those take.
-        sharing: how prompts and decodes share steps.
-        whole_prompts: a prompt that fits in a step waits for one with room for all of it.
-        ahead: a step is scheduled when the one before it begins, so that what comes meanwhile waits for a further one.
-    """
+    """The limits of an engine: tokens in a step, and sequences at once."""
 
     batched_tokens: int = 8192
     sequences: int = 256
+    # Seconds by which prompts may lengthen a step for the decodes beside them; they may lengthen it by as long as these
+    # decodes take alone where that is more (`policy.step.step_budget`). Infinite for no bound but the tokens.
     prefill_stall_s: float = math.inf
-    least_tokens: int = 16
+    least_tokens: int = 16  # tokens that the first prompt gets beside decodes, however long those take
+    # A step is scheduled when the one before it begins, so that what comes meanwhile waits for a further one.
     ahead: bool = False
-    sharing: Sharing = MIXED
-    whole_prompts: bool = False
+    sharing: Sharing = MIXED  # how prompts and decodes share steps
+    whole_prompts: bool = False  # a prompt that fits in a step waits for one with room for all of it
 
 
 USUAL = Limits()

@@ -29,29 +29,7 @@ def kv_elements_per_token(layers: int, kv_heads: int, head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder. Sizes are in elements, lengths in tokens.
-
-    Args:
-        tied_embeddings: the head is the embedding, held once.
-        sliding_windows: how many positions a query sees in each layer with attention, itself included; None for all.
-        attention_sinks: the sinks of layers that have their window (see `with_attention_sinks`).
-        max_positions: what max_position_embeddings says.
-        gated: the feed-forward layer has a gate, so three matrices and not two.
-        qk_norm: queries and keys have a norm, each head by itself or, as "whole", all heads together.
-        layer_norms: norms in a layer.
-        norm_bias: norms have a bias (LayerNorm).
-        head_bias: the output projection has one.
-        sinks: each query head has a learnt number that takes part in its softmax (gpt-oss).
-        output_gate: a head's result is multiplied with the sigmoid of as many outputs of the query projection.
-        latent: None for attention with G key/value heads.
-        state: what each recurrent layer keeps.
-        recurrent: numbers of the recurrent layers; the others have attention.
-        experts: None where every layer has the plain feed-forward layer.
-        kinds: the kinds of all layers, where their sizes differ; empty where all are as kv_heads, head_dim and ffn say.
-        projected_kv: projections beside that of queries: 2, 1 where keys are values, 0 where both are another layer's.
-        inputs: None where layers get nothing but the residual stream.
-        layer_scalars: each layer's result is multiplied with a number.
-    """
+    """A decoder. Sizes are in elements, lengths in tokens."""
 
     layers: int
     hidden: int
@@ -60,28 +38,33 @@ class ModelShape:
     head_dim: int
     ffn: int
     vocab: int
-    tied_embeddings: bool = False
+    tied_embeddings: bool = False  # the head is the embedding, held once
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool | str = False
+    qk_norm: bool | str = False  # queries and keys have a norm, each head by itself or, as "whole", all heads together
+    # How many positions a query sees in each layer with attention, itself included; None for all.
     sliding_windows: tuple[int | None, ...] = ()
+    # The sinks of layers that have their window (see `with_attention_sinks`).
     attention_sinks: AttentionSinks | None = None
-    max_positions: int = 0
-    gated: bool = True
-    layer_norms: int = 2
-    norm_bias: bool = False
-    head_bias: bool = False
-    sinks: bool = False
+    max_positions: int = 0  # what max_position_embeddings says
+    gated: bool = True  # the feed-forward layer has a gate, so three matrices and not two
+    layer_norms: int = 2  # norms in a layer
+    norm_bias: bool = False  # norms have a bias (LayerNorm)
+    head_bias: bool = False  # the output projection has one
+    sinks: bool = False  # each query head has a learnt number that takes part in its softmax (gpt-oss)
+    # A head's result is multiplied with the sigmoid of as many outputs of the query projection.
     output_gate: bool = False
-    latent: Latent | None = None
-    experts: Experts | None = None
-    state: StateSpec | None = None
-    recurrent: tuple[int, ...] = ()
+    latent: Latent | None = None  # None for attention with G key/value heads
+    experts: Experts | None = None  # None where every layer has the plain feed-forward layer
+    state: StateSpec | None = None  # what each recurrent layer keeps
+    recurrent: tuple[int, ...] = ()  # numbers of the recurrent layers; the others have attention
+    # The kinds of all layers, where their sizes differ; empty where all are as kv_heads, head_dim and ffn say.
     kinds: tuple[LayerKind, ...] = ()
+    # Projections beside that of queries: 2, 1 where keys are values, 0 where both are another layer's.
     projected_kv: int = 2
-    inputs: LayerInputs | None = None
-    layer_scalars: bool = False
+    inputs: LayerInputs | None = None  # None where layers get nothing but the residual stream
+    layer_scalars: bool = False  # each layer's result is multiplied with a number
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:

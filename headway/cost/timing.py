@@ -82,23 +82,17 @@ KERNELS_A_STEP = {Operation.EMBEDDING: 1, Operation.FINAL_NORM: 1, Operation.HEA
 
 
 class PartTime(msgspec.Struct, frozen=True, gc=False):
-    """One operation's time on one device, all layers together.
+    """One operation's time on one device, all layers together."""
 
-    Args:
-        name: name of the operation, or of what is sent.
-        seconds: how long it takes.
-        compute_s, memory_s, network_s, overhead_s: how long its arithmetic, its bytes, what it sends, and the start of
-            its kernels take alone.
-        work: the work of this device.
-    """
-
-    name: str
-    seconds: float
+    name: str  # name of the operation, or of what is sent
+    seconds: float  # how long it takes
+    # compute_s, memory_s, network_s, overhead_s: how long its arithmetic, its bytes, what it sends, and the start of
+    # its kernels take alone.
     compute_s: float = 0.0
     memory_s: float = 0.0
     network_s: float = 0.0
     overhead_s: float = 0.0
-    work: Work = NO_WORK
+    work: Work = NO_WORK  # the work of this device
 
     @property
     def bound(self) -> str:
@@ -141,21 +135,17 @@ class TimeBreakdown:
 class Deployment:
     """A model on hardware: everything that decides how long a step takes.
 
-    Args:
-        shape: the whole model's.
-        flash: attention keeps its scores on the chip.
-
     Raises:
         ShapeError: the model cannot be spread like this.
         ValueError: the hardware has no arithmetic for a format.
     """
 
-    shape: ModelShape
+    shape: ModelShape  # the whole model's
     precision: Precision
     hardware: Hardware
     efficiency: Efficiency
     parallelism: Parallelism = ONE_DEVICE
-    flash: bool = True
+    flash: bool = True  # attention keeps its scores on the chip
 
     def __post_init__(self) -> None:
         check(self.shape, self.parallelism, self.hardware.link)

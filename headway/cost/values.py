@@ -14,17 +14,13 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConfigValues:
-    """A JSON object and the file that it came from. A null counts as missing, unless a method says otherwise.
-
-    Args:
-        defaults: what the architecture assumes for keys that are missing, which a null is not.
-        prefix: put before keys in messages, for an object inside the file ("rope_scaling.").
-    """
+    """A JSON object and the file that it came from. A null counts as missing, unless a method says otherwise."""
 
     raw: Mapping[str, Any]
     source: str
+    # What the architecture assumes for keys that are missing, which a null is not.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    prefix: str = ""
+    prefix: str = ""  # put before keys in messages, for an object inside the file ("rope_scaling.")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is; without the key, the architecture's default, then `default`."""

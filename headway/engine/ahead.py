@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from headway.engine.core import StepsInOrder
 from headway.engine.executor import Executor, StepOutcome
 from headway.policy.step.ahead import Lookahead
 from headway.policy.step.plan import StepPlan
@@ -34,12 +33,11 @@ class AheadExecutor(Executor, Protocol):
         """
 
 
-class StepsAhead(StepsInOrder):
-    """Submits each step that may be planned ahead while the one before runs. Others are run as in StepsInOrder."""
+class StepsAhead:
+    """Submits each step that may be planned ahead while the one before runs. Others are run one after the other."""
 
     def __init__(self, scheduler: Scheduler, executor: AheadExecutor) -> None:
-        super().__init__(scheduler, executor)
-        self._device = executor
+        self._scheduler, self._device = scheduler, executor
         self._lookahead = Lookahead(scheduler)
         self._next: StepPlan | None = None  # planned behind the step that runs
         self._running: Any = None  # the next step, if it was submitted
@@ -53,30 +51,27 @@ class StepsAhead(StepsInOrder):
             if plan.scheduled:
                 return plan
             self._running = None  # all have ended
-        return super().plan(now)
+        return self._scheduler.schedule(now)
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Run a step, and submit the one behind it meanwhile, if there may be one."""
+        """Run a step as Executor.run() does, and submit the one behind it meanwhile, if there may be one."""
         submitted, self._running = self._running, None
         follows = not self._not_followed and self._lookahead.may_follow(plan)
         self._not_followed = max(0, self._not_followed - 1)
         if submitted is None:
             if not follows:
-                return super().run(plan)
+                return self._device.run(plan)
             submitted = self._device.submit(plan)
         try:
             if follows:
-                self._submit_behind(plan)
+                self._next = self._lookahead.behind(plan)
+                if self._next is not None:
+                    self._running = self._device.submit(self._next)
             outcome = self._device.collect(submitted)
         except BaseException:
             self._running = None
             raise
         if outcome is None:
             self._running, self._not_followed = None, _NOT_FOLLOWED
-            return super().run(plan)
+            return self._device.run(plan)
         return outcome
-
-    def _submit_behind(self, plan: StepPlan) -> None:
-        self._next = self._lookahead.behind(plan)
-        if self._next is not None:
-            self._running = self._device.submit(self._next)

@@ -6,7 +6,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from headway.engine.executor import Executor
 from headway.engine.hooks import StepHooks
 from headway.engine.host import available_memory
 from headway.engine.memory import bytes_per_block, kv_pool_bytes
-from headway.engine.messages import AdapterFound
+from headway.engine.messages import PROTOCOL_VERSION, AdapterFound, Ready
 from headway.engine.preload import preload
 from headway.engine.prepare import EngineError, Prepared, prepare
 from headway.engine.record_file import RecordFile
@@ -53,23 +53,11 @@ StageListener = Callable[[str, int], None]
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A warmed-up engine, and what others want to know of it."""
+    """A warmed-up engine, and what is said of it when it begins to serve."""
 
     core: EngineCore
     runner: Runner
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    device: str
-    kv_cache_dtype: str
-    startup_ns: dict[str, int] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    kernels: str = ""  # which of several were chosen by measuring, for people
-    block_bytes: int = 0
-    kept_bytes: int = 0  # bytes of packed weights that are being written to the cache
-    draft_block_bytes: int = 0  # bytes of a block of the draft model's cache; 0 without one
-    roofline: str = ""  # the calibrated machine by which steps have a least time; empty for none
-    adapters: list[AdapterFound] = field(default_factory=list)
+    ready: Ready
 
 
 def build_engine(
@@ -114,10 +102,10 @@ def _build(
     with stages.timed("prepare"):
         recording = RecordFile(config.record_steps) if config.record_steps is not None else None
         start = prepare(config, memory, started, stages.say)
-    config, device, followers = start.config, start.device, start.followers
+    followers, kernels = start.followers, start.kernels
     with stages.timed("choose_kernels"):
-        chosen = start.kernels.choose(start.dtype, start.scheme)
-    if device.type == "cpu" and beside is not None:
+        chosen = kernels.choose(start.dtype, start.scheme)
+    if start.device.type == "cpu" and beside is not None:
         from headway.kernels.cpu.ahead import compiling
 
         beside.enter_context(compiling(start.dtype, start.scheme, start.cache_dtype, stages.say))
@@ -128,17 +116,36 @@ def _build(
     if config.lora_slots:
         with stages.timed("adapters"):
             adapters, found = _adapters(start, model)
+    core, pool = _core(start, stages, model, adapters, recording)
+    left_out = list[str]()
+    if config.preloaded:
+        with stages.timed("preload"):
+            left_out = preload(core, config.preloaded, config.preload_what_fits)
+    if followers is not None:
+        followers.serves = True
+    if cache is not None:
+        cache.keep(model.weights, kernels.named)
+    ready = _ready(start, core, pool)
+    ready.startup_ns, ready.kernels, ready.left_out, ready.adapters = stages.ns, chosen, left_out, found
+    ready.kept_bytes = 0 if cache is None else cache.kept_bytes
+    return LoadedEngine(core, pool.runner, ready)
+
+
+def _core(
+    start: Prepared, stages: _Stages, model: Decoder, adapters: Adapters | None, recording: RecordFile | None
+) -> tuple[EngineCore, _Pool]:
+    """Allocate the pool, warm up, and make what runs the steps."""
+    config, device = start.config, start.device
     draft = _draft(start, model)
     with stages.timed("kv_allocation"):
         pool = _allocate(start, model, draft)
-        size, runner = pool.size, pool.runner
+        runner = pool.runner
         runner.adapters = adapters
-        shown = str(start.cache_dtype).removeprefix("torch.")
-        make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), shown)
+        make = Scheduler if recording is None else partial(recording.scheduler, config, str(device), start.cache_name)
         swap = NO_SWAP if runner.host is None else runner.host.measured()
-        scheduler = config.scheduler(device.type, size, make, swap)
+        scheduler = config.scheduler(device.type, pool.size, make, swap)
     with stages.timed("warm_up"):
-        blocks = KVBlocks(size.num_blocks, config.block_size, enable_prefix_caching=False, groups=size.groups)
+        blocks = KVBlocks(pool.size.num_blocks, config.block_size, enable_prefix_caching=False, groups=pool.size.groups)
         warm_up(scheduler.config, pool.executor, blocks, start.kernels.warm_up_tokens)
         _capture(runner)
         hooks = _hooks(start, runner, scheduler, draft, adapters)
@@ -148,31 +155,30 @@ def _build(
     if pool.ahead is not None and config.async_scheduling and all(hook.allows_ahead for hook in hooks):
         steps = StepsAhead(scheduler, pool.ahead)
     roofline = roofline_of(start.model.shape, device, start.dtype, start.scheme, start.cache_dtype)
-    core, left_out = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps), []
+    core = EngineCore(scheduler, pool.executor, hooks=hooks, roofline=roofline, steps=steps)
     core.adapters = adapters
-    if config.preloaded:
-        with stages.timed("preload"):
-            left_out = preload(core, config.preloaded, config.preload_what_fits)
-    if followers is not None:
-        followers.serves = True
-    if cache is not None:
-        cache.keep(model.weights, start.kernels.named)
-    return LoadedEngine(
-        core,
-        runner,
-        size.max_model_len,
-        size.num_blocks,
-        config.block_size,
-        str(device),
-        shown,
-        stages.ns,
-        left_out,
-        chosen,
-        pool.block_bytes,
-        0 if cache is None else cache.kept_bytes,
-        pool.draft_block_bytes,
-        "" if roofline is None else roofline.machine,
-        found,
+    return core, pool
+
+
+def _ready(start: Prepared, core: EngineCore, pool: _Pool) -> Ready:
+    """What is known of an engine by its parts."""
+    size, blocks, roofline = pool.size, core.scheduler.blocks, core.roofline
+    return Ready(
+        protocol=PROTOCOL_VERSION,
+        startup_ns={},
+        num_blocks=size.num_blocks,
+        block_size=blocks.block_size,
+        max_model_len=size.max_model_len,
+        device=str(start.device),
+        kv_cache_dtype=start.cache_name,
+        max_num_seqs=core.scheduler.config.max_num_seqs,
+        pool_tokens=blocks.pool_tokens(size.max_model_len),
+        pinned_blocks=len({blocks.node_of(block) for block in blocks.pinned}),  # those of all groups have one node
+        checkpoints=None if blocks.checkpoints is None else blocks.checkpoints.num_slots,
+        generates=pool.runner.generates,
+        block_bytes=pool.block_bytes,
+        draft_block_bytes=pool.draft_block_bytes,
+        roofline="" if roofline is None else roofline.machine,
     )
 
 
@@ -190,22 +196,14 @@ def _load(start: Prepared, stages: _Stages, cache: WeightCache | None) -> Decode
 
 @dataclass(slots=True)
 class _Pool:
-    """The KV pool, and what runs steps on it.
-
-    Args:
-        runner: of this process.
-        executor: the runner, or what has all ranks run steps.
-        ahead: the same, if it can be given a step while the one before runs.
-        block_bytes: of a block in all ranks.
-        draft_block_bytes: of a block of the draft model's cache; 0 without one.
-    """
+    """The KV pool, and what runs steps on it."""
 
     size: PoolSize
-    runner: Runner
-    executor: Executor
-    ahead: AheadExecutor | None
-    block_bytes: int
-    draft_block_bytes: int
+    runner: Runner  # of this process
+    executor: Executor  # the runner, or what has all ranks run steps
+    ahead: AheadExecutor | None  # the same, if it can be given a step while the one before runs
+    block_bytes: int  # of a block in all ranks
+    draft_block_bytes: int  # of a block of the draft model's cache; 0 without one
 
 
 def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
@@ -218,7 +216,7 @@ def _allocate(start: Prepared, model: Decoder, draft: Decoder | None) -> _Pool:
     if start.followers is not None:
         block_bytes = start.followers.bytes_per_block(cache_dtype, groups)
     draft_block_bytes = 0 if draft is None else bytes_per_block(draft.config.caches, config.block_size, start.dtype)
-    size = _pool(config, device, start.model, block_bytes + draft_block_bytes, start.asked_len, grouped)
+    size = _pool(start, block_bytes + draft_block_bytes, grouped)
     seats = size.max_num_seqs or config.max_num_seqs
     host_blocks = _host_blocks(config, device, block_bytes, has_states=size.checkpoints is not None)
     shared_bytes = 0 if start.followers is None else start.followers.shared_bytes(size.num_blocks, block_bytes)
@@ -289,16 +287,11 @@ def _windows(model: ModelConfig, cache_dtype: torch.dtype, stages: int) -> tuple
     return () if stages > 1 or (model.shape.kinds and cache_dtype == torch.int8) else model.shape.cache_windows
 
 
-def _pool(
-    config: EngineConfig,
-    device: torch.device,
-    model: ModelConfig,
-    block_bytes: int,
-    asked_len: int,
-    windows: tuple[int | None, ...],
-) -> PoolSize:
+def _pool(start: Prepared, block_bytes: int, windows: tuple[int | None, ...]) -> PoolSize:
+    config, model, asked_len = start.config, start.model, start.asked_len
+    tokens, sinks = config.batched_tokens(start.device.type), model.shape.attention_sinks
     return pool_size(
-        kv_pool_bytes(config, device, model, config.batched_tokens(device.type), asked_len),
+        kv_pool_bytes(config, start.device, model, tokens, asked_len),
         block_bytes,
         config.block_size,
         config.max_num_seqs,
@@ -306,13 +299,7 @@ def _pool(
         config.max_model_len is None,
         model.shape.state_bytes,
         config.enable_prefix_caching,
-        kv_cache_groups(
-            windows,
-            config.batched_tokens(device.type),
-            asked_len,
-            config.block_size,
-            model.shape.attention_sinks,
-        ),
+        kv_cache_groups(windows, tokens, asked_len, config.block_size, sinks),
         "--gpu-memory-utilization or --kv-cache-memory" if config.kv_cache_memory is None else "--kv-cache-memory",
         0 if config.speculative_config is None else MOST_DRAFTS,
     )
@@ -394,7 +381,6 @@ def _hooks(
 ) -> list[StepHooks]:
     """What takes part in steps, as far as it is asked for. Raises EngineError or ValueError where it cannot be."""
     config, host, hooks = start.config, runner.host, list[StepHooks]()
-    shown = str(start.cache_dtype).removeprefix("torch.")
     if adapters is not None:
         from headway.engine.adapters import AdapterLoads
 
@@ -408,7 +394,7 @@ def _hooks(
     if config.role != "both" and host is not None:
         from headway.engine.handover import Handovers, layout_of
 
-        about = start.device.type, str(start.dtype), config.quantization, shown
+        about = start.device.type, str(start.dtype), config.quantization, start.cache_name
         hooks.append(Handovers(config, scheduler, host, layout_of(config, start.folder, about, host)))
     if config.nvtx:
         from headway.engine.marks import StepMarks
@@ -417,7 +403,7 @@ def _hooks(
     if config.record_traffic is not None:
         from headway.engine.traffic import traffic_of
 
-        hooks.append(traffic_of(config, scheduler, str(start.device), shown))
+        hooks.append(traffic_of(config, scheduler, str(start.device), start.cache_name))
     return hooks
 
 

@@ -197,11 +197,7 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_running(), name="headway-engine")
 
     async def wait_ready(self) -> Ready:
-        """Wait until the engine serves.
-
-        Raises:
-            EngineDead: it could not start, or was stopped.
-        """
+        """Wait until the engine serves. Raises EngineDead: it could not start, or was stopped."""
         while self.state == "loading":
             self._changed.clear()
             await self._changed.wait()

@@ -156,8 +156,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
         ),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each."),
+        bool, _engine("With --tensor-parallel-size: deal whole experts out to the ranks, instead of cutting each.")
     ] = False
     bind_ranks: Annotated[
         bool,
@@ -306,52 +305,7 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         policy_class(self.scheduling_policy)
         self._check_nodes()
-        processors = len(os.sched_getaffinity(0))
-        most = MOST_THREADS * processors * max(1, self.machines)
-        if self.num_threads is not None and self.num_threads > most:
-            raise ValueError(
-                f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
-                f"{most}, or leave it out for one per physical core"
-            )
-        if not 1 <= self.tensor_parallel_size <= most:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, and this process may use {processors} "
-                f"processors; give 1 to {most}"
-            )
-        if not 1 <= self.pipeline_parallel_size <= most // self.tensor_parallel_size:
-            raise ValueError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}, and this process may use {processors} "
-                f"processors; give 1 to {most // self.tensor_parallel_size}"
-            )
-        if not 1 <= self.context_parallel_size <= most:
-            raise ValueError(
-                f"context_parallel_size is {self.context_parallel_size}, and this process may use {processors} "
-                f"processors; give 1 to {most}"
-            )
-        if self.context_parallel_size > 1 and self.ranks > 1:
-            raise ValueError(
-                f"context_parallel_size is {self.context_parallel_size}, whose ranks have the whole model, and "
-                f"{self.ranks} ranks share it (tensor_parallel_size and pipeline_parallel_size); leave one of them out"
-            )
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
-            )
-        method = None if self.speculative_config is None else self.speculative_config.method
-        shared_rows, processes = self.context_parallel_size > 1, self.processes
-        of_stages = method == "mtp" and self.pipeline_parallel_size > 1
-        if of_stages or (method == "eagle3" and processes > 1) or (method == "mtp" and shared_rows):
-            shared_by = "stages" if of_stages else "ranks"
-            raise ValueError(
-                f"speculative_config: method {method!r} does not go with several {shared_by} ({processes}), as what "
-                "the head reads is divided; leave one of them out"
-            )
-        if self.num_threads is not None and self.num_threads % processes:
-            sizes = "context_parallel_size" if shared_rows else "tensor_parallel_size and pipeline_parallel_size"
-            raise ValueError(
-                f"num_threads is {self.num_threads}, which cannot be divided among {processes} ranks ({sizes}); give a "
-                "multiple"
-            )
+        self._check_ranks()
         if self.role != "both":
             self._check_handover()
 
@@ -399,6 +353,45 @@ class EngineConfig(SchedulingOptions, ModelOptions):
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"node_rank is {self.node_rank}, and nnodes {self.nnodes}; give 0 to {self.nnodes - 1}")
+
+    def _check_ranks(self) -> None:
+        """Check how many threads and ranks there are, and what cannot be divided among these."""
+        processors, processes = len(os.sched_getaffinity(0)), self.processes
+        most = MOST_THREADS * processors * max(1, self.machines)
+        if self.num_threads is not None and self.num_threads > most:
+            raise ValueError(
+                f"num_threads is {self.num_threads}, and this process may use {processors} processors; give at most "
+                f"{most}, or leave it out for one per physical core"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+            limit = most // self.tensor_parallel_size if name == "pipeline_parallel_size" else most
+            if not 1 <= (size := getattr(self, name)) <= limit:
+                raise ValueError(
+                    f"{name} is {size}, and this process may use {processors} processors; give 1 to {limit}"
+                )
+        if self.context_parallel_size > 1 and self.ranks > 1:
+            raise ValueError(
+                f"context_parallel_size is {self.context_parallel_size}, whose ranks have the whole model, and "
+                f"{self.ranks} ranks share it (tensor_parallel_size and pipeline_parallel_size); leave one of them out"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel is set, but no layer is shared; add --tensor-parallel-size, or leave it out"
+            )
+        method = None if self.speculative_config is None else self.speculative_config.method
+        shared_rows, of_stages = self.context_parallel_size > 1, method == "mtp" and self.pipeline_parallel_size > 1
+        if of_stages or (method == "eagle3" and processes > 1) or (method == "mtp" and shared_rows):
+            shared_by = "stages" if of_stages else "ranks"
+            raise ValueError(
+                f"speculative_config: method {method!r} does not go with several {shared_by} ({processes}), as what "
+                "the head reads is divided; leave one of them out"
+            )
+        if self.num_threads is not None and self.num_threads % processes:
+            sizes = "context_parallel_size" if shared_rows else "tensor_parallel_size and pipeline_parallel_size"
+            raise ValueError(
+                f"num_threads is {self.num_threads}, which cannot be divided among {processes} ranks ({sizes}); give a "
+                "multiple"
+            )
 
     def _check_handover(self) -> None:
         if self.role not in ROLES:

@@ -24,6 +24,7 @@ from headway.policy.step.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from headway.engine.adapters import Adapters
+    from headway.engine.ahead import StepsAhead
     from headway.engine.roofline import StepRoofline
 
 HEADLESS = "this checkpoint has no output layer; it gives embeddings only"
@@ -31,27 +32,12 @@ GONE = "the adapter is not here any more, or its folder has changed; load it aga
 FAILED = "the engine failed on this request ({}); see the server's log"
 
 
-class StepsInOrder:
-    """Plans each step when the one before has ended, and runs it."""
-
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self._scheduler, self._executor = scheduler, executor
-
-    def plan(self, now: int) -> StepPlan:
-        """The next step."""
-        return self._scheduler.schedule(now)
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        """Run it, as Executor.run() does."""
-        return self._executor.run(plan)
-
-
 class EngineCore:
     """Joins the scheduler and the executor; a loop calls `advance()`, or `step()` for metrics too, while `has_work`.
 
     Args:
         roofline: knows the least time of steps; None where nobody does.
-        steps: when they are planned and run; None for one after the other.
+        steps: plans and runs steps ahead of each other; None for one after the other.
 
     Attributes:
         hooks: what takes part in steps: a Speculator, Handovers, Offload, AdapterLoads, each beam search under way.
@@ -66,11 +52,11 @@ class EngineCore:
         clock: Callable[[], int] = time.monotonic_ns,
         hooks: Iterable[StepHooks] = (),
         roofline: StepRoofline | None = None,
-        steps: StepsInOrder | None = None,
+        steps: StepsAhead | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.steps = steps or StepsInOrder(scheduler, executor)
+        self.steps = steps
         self.hooks = list(hooks)
         self._clock = clock
         self._quarantine = Quarantine(executor, clock, lambda seq_id: self._sequences[seq_id].request_id)
@@ -81,7 +67,7 @@ class EngineCore:
         self._pending: list[SequenceOutput] = []
         self.unready = Unready()
         self.adapters: Adapters | None = None
-        self._counts = StepCounts(scheduler, roofline)
+        self.roofline, self._counts = roofline, StepCounts(scheduler, roofline)
         self._stepped: Stepped | None = None  # the last step, if one was run
         self._received = self._steps = self._wait_until_ns = 0
 
@@ -120,8 +106,7 @@ class EngineCore:
             return
         asked = request.params.structured_outputs
         compiled = None if asked is None else self.executor.prepare(asked.text, request.eos_token_ids)
-        awaited = [each for each in (compiled, *[hook.awaited(request) for hook in self.hooks]) if each is not None]
-        if awaited:
+        if awaited := [*filter(None, [compiled, *[hook.awaited(request) for hook in self.hooks]])]:
             self.unready[request.request_id] = awaited, request, self._clock()
             return
         self._queue(request)
@@ -231,7 +216,7 @@ class EngineCore:
         for hook in self.hooks:
             hook.before()
             outputs += [self._output(each, [], None, why) for each, why in hook.ends(self._clock())]
-        plan = self.steps.plan(self._clock())
+        plan = (self.scheduler.schedule if self.steps is None else self.steps.plan)(self._clock())
         for hook in self.hooks:
             hook.planned(plan, self._clock())
         self._wait_until_ns = plan.wait_until_ns
@@ -248,7 +233,7 @@ class EngineCore:
         """Run a plan and apply what comes of it, and add to `outputs` what is said of it; what the step has changed."""
         began = self._clock()
         try:
-            outcome = self.steps.run(plan)
+            outcome = (self.executor if self.steps is None else self.steps).run(plan)
         except Exception as error:
             outcome = self._quarantine.run_again(plan, error, began, self._steps)
             outputs += self._take_out(plan, outcome)

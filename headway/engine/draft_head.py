@@ -86,7 +86,6 @@ class DraftHead(DraftModel):
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:
-        """See DraftModel."""
         best, chosen = super().run(plan)
         return best, chosen if (ids := self._inputs.ids) is None else [ids[token] for token in chosen]
 

@@ -378,12 +378,8 @@ def check_vocabularies(draft: Path, model: Path, sizes: tuple[int, int]) -> None
         return
     for token in of_model.keys() | of_draft.keys():
         if of_model.get(token) != of_draft.get(token):
-            there, here = (_id_of(token, each) for each in (of_draft, of_model))
+            there, here = (f"token {each[token]}" if token in each else "no token" for each in (of_draft, of_model))
             raise ValueError(f"it has another tokenizer: {token!r} is {there} in it, and {here} in the model; {advice}")
-
-
-def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
-    return f"token {vocabulary[token]}" if token in vocabulary else "no token"
 
 
 def _vocabulary(path: Path) -> dict[str, int] | None:

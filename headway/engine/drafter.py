@@ -231,12 +231,7 @@ class Speculator(StepHooks):
         scheduler.accounting.record_drafting(running, began, ended)
 
     def _of_model(
-        self,
-        model: DraftModel,
-        free: list[Sequence],
-        found: dict[int, Proposal],
-        decoding: int,
-        with_prompts: bool,
+        self, model: DraftModel, free: list[Sequence], found: dict[int, Proposal], decoding: int, with_prompts: bool
     ) -> dict[int, Proposal]:
         """Drafts of the model for the sequences whose drafts that were found are less likely right."""
         policy, slack_ns = self._policy, self._scheduler.decisions[-1].slack_ns

@@ -29,19 +29,14 @@ NONE = torch.empty(0)  # in place of numbers that no row of a batch needs
 
 @dataclass(slots=True)
 class Cut:
-    """How to cut and scale the distributions of R rows; every tensor is [R, 1].
-
-    Args:
-        width: how many of the likeliest tokens to look at; 0 where nothing is cut by rank.
-        bounded: every row has a top_k of at most width. Otherwise none has one.
-    """
+    """How to cut and scale the distributions of R rows; every tensor is [R, 1]."""
 
     inverse_temperature: Tensor  # float32
     log_min_p: Tensor | None  # float32, natural logarithm, -inf keeps all; None when no row uses it
     top_k: Tensor  # int64, V or more keeps all
     top_p: Tensor  # float64
-    width: int
-    bounded: bool
+    width: int  # how many of the likeliest tokens to look at; 0 where nothing is cut by rank
+    bounded: bool  # every row has a top_k of at most width. Otherwise none has one.
 
     def take(self, index: Index, width: int) -> Cut:
         """The cut of some of the rows, with so many candidates."""

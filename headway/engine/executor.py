@@ -23,32 +23,22 @@ class EngineFault(RuntimeError):
 
 
 class StepOutcome(msgspec.Struct):
-    """What a step produced, by the seq_id of its sequences.
-
-    Args:
-        tokens: new tokens of each sequence that samples: the drafts that were accepted, and the token drawn after them.
-            None where the logits were not numbers, or the hidden states of a sequence that wants a vector. Empty where
-            it is not known yet which tokens a grammar allows.
-        reasons: why tokens are None, where it is something else.
-        logprobs: log-probabilities of the new tokens, for sequences that want them.
-        prompt_logprobs: those of this step's prompt tokens, for sequences that want them.
-        pooled: what this step adds to the vectors that sequences want: float64.
-        drafts: tokens that a grammar forces behind the new ones; the next step tries them.
-        failed_since_ns: when the step began that failed and was run again in parts; 0 where it did not fail.
-        faults: names of the exceptions that sequences raised when they ran alone.
-        routing: what mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that
-            had any token, and tokens of those that had most.
-    """
+    """What a step produced, by the seq_id of its sequences."""
 
     times: StepTimes
+    # New tokens of each sequence that samples: the drafts that were accepted, and the token drawn after them. None
+    # where the logits were not numbers, or the hidden states of a sequence that wants a vector. Empty where it is not
+    # known yet which tokens a grammar allows.
     tokens: dict[int, list[int] | None] = {}
-    reasons: dict[int, str] = {}
-    logprobs: dict[int, list[TokenLogprobs]] = {}
-    prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
-    pooled: dict[int, NDArray[np.float64]] = {}
-    drafts: dict[int, list[int]] = {}
-    failed_since_ns: int = 0
-    faults: dict[int, str] = {}
+    reasons: dict[int, str] = {}  # why tokens are None, where it is something else
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # log-probabilities of the new tokens, for sequences that want them
+    prompt_logprobs: dict[int, list[PromptLogprobs]] = {}  # those of this step's prompt tokens, for who wants them
+    pooled: dict[int, NDArray[np.float64]] = {}  # what this step adds to the vectors that sequences want
+    drafts: dict[int, list[int]] = {}  # tokens that a grammar forces behind the new ones; the next step tries them
+    failed_since_ns: int = 0  # when the step began that failed and was run again in parts; 0 where it did not fail
+    faults: dict[int, str] = {}  # names of the exceptions that sequences raised when they ran alone
+    # What mixtures of experts did: times that one was asked, pairs of a token and an expert, experts that had any
+    # token, and tokens of those that had most.
     routing: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def take(self, part: StepOutcome) -> None:

@@ -41,31 +41,20 @@ _NICENESS = 10
 
 @dataclass(slots=True)
 class _State:
-    """Where a sequence is in its grammar.
-
-    Args:
-        consumed: tokens of its output that the matcher has taken.
-        drafts: tokens behind which masks are wanted, too.
-        found: [1 + drafts, words], behind the newest known token and behind each draft; a text says why there are none.
-        is_awaited: a thread is to find them, or has found them and nobody has taken them.
-        began_s: since when.
-        is_slow: the last ones took long, or there were none.
-        forced: tokens that have to come next.
-        moving: moves the matcher on, to find these.
-        unforced: steps in a row after which there were none.
-    """
+    """Where a sequence is in its grammar."""
 
     grammar: str
     matcher: LLMatcher | None = None
-    consumed: int = 0
-    drafts: list[int] = field(default_factory=list)
+    consumed: int = 0  # tokens of its output that the matcher has taken
+    drafts: list[int] = field(default_factory=list)  # tokens behind which masks are wanted, too
+    # [1 + drafts, words], behind the newest known token and behind each draft; a text says why there are none.
     found: Mask | str | None = None
-    is_awaited: bool = False
-    began_s: float = 0.0
-    is_slow: bool = True
-    forced: list[int] = field(default_factory=list)
-    moving: Future[None] | None = None
-    unforced: int = 0
+    is_awaited: bool = False  # a thread is to find them, or has found them and nobody has taken them
+    began_s: float = 0.0  # since when
+    is_slow: bool = True  # the last ones took long, or there were none
+    forced: list[int] = field(default_factory=list)  # tokens that have to come next
+    moving: Future[None] | None = None  # moves the matcher on, to find these
+    unforced: int = 0  # steps in a row after which there were none
 
 
 @dataclass(slots=True)

@@ -90,10 +90,8 @@ class DecodeBuffers:
         self._families = Families(tables, block_size)
         self._parts = _Mirror((_most_parts(most), 4), torch.int32, device)  # of CommonParts
         self._common = _Mirror((2, most), torch.int32, device)  # its queries and tokens
-        self._common_taken: tuple[Sequence[Family], int] = (
-            (),
-            0,
-        )  # what these have, and for how many parts there is room
+        # What these have, and for how many parts there is room.
+        self._common_taken: tuple[Sequence[Family], int] = (), 0
         self._geometries: dict[tuple[int, int], StepGeometry] = {}
 
     def lay_out(self, scheduled: list[ScheduledSequence], sequences: list[SequenceState]) -> ModelInput | None:

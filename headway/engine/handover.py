@@ -59,44 +59,28 @@ Buffer = TypeVar("Buffer", bytearray, memoryview)
 
 @dataclass(slots=True)
 class _Kept:
-    """A prompt that is to be fetched.
-
-    Args:
-        before: phases of its sequence when the handle was given, in nanoseconds.
-        until_ns: it is given up then; NEVER while it is computed, and 0 where it is not computed to its end.
-        ready: how many of its blocks can be sent.
-        ready_ns: when the last of these had been computed.
-        phases: what its sequence had spent on each by then, since the handle was given.
-        readers: how many threads send it.
-        is_done: an engine has all of it.
-    """
+    """A prompt that is to be fetched."""
 
     handle: Handle
     handed: Handed
-    before: Mapping[Phase, int]
-    until_ns: int = NEVER
-    ready: int = 0
-    ready_ns: int = 0
+    before: Mapping[Phase, int]  # phases of its sequence when the handle was given, in nanoseconds
+    until_ns: int = NEVER  # it is given up then; NEVER while it is computed, and 0 where it is not computed to its end
+    ready: int = 0  # how many of its blocks can be sent
+    ready_ns: int = 0  # when the last of these had been computed
+    # What its sequence had spent on each by then, since the handle was given.
     phases: Mapping[Phase, int] = field(default_factory=dict)
-    readers: int = 0
-    is_done: bool = False
+    readers: int = 0  # how many threads send it
+    is_done: bool = False  # an engine has all of it
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """How a fetch has ended.
+    """How a fetch has ended."""
 
-    Args:
-        why: nothing has come; empty where all has.
-        at_ns: when it ended.
-        sent_ns: how long after the prompt was computed the last of it was sent.
-        phases: see _Kept.
-    """
-
-    why: str
-    at_ns: int = 0
-    sent_ns: int = 0
-    phases: Mapping[Phase, int] = field(default_factory=dict)
+    why: str  # nothing has come; empty where all has
+    at_ns: int = 0  # when it ended
+    sent_ns: int = 0  # how long after the prompt was computed the last of it was sent
+    phases: Mapping[Phase, int] = field(default_factory=dict)  # see _Kept
 
 
 class Handovers(StepHooks):
@@ -172,11 +156,9 @@ class Handovers(StepHooks):
         output.handle = kept.handle if is_whole else None
 
     def before(self) -> None:
-        """See StepHooks."""
         self.sweep()
 
     def idle(self) -> None:
-        """See StepHooks."""
         self.sweep()
 
     def _copy(self, sequence: RequestSequence, phases: Mapping[Phase, int]) -> _Kept | None:
@@ -260,7 +242,6 @@ class Handovers(StepHooks):
         return fetch
 
     def queued(self, request: AddRequest, sequences: list[RequestSequence]) -> None:
-        """See StepHooks."""
         if request.handle is not None:
             sequences[0].swapped = self._taken(request.request_id, sequences)
 
@@ -283,7 +264,6 @@ class Handovers(StepHooks):
         return swapped
 
     def left(self, request_id: str) -> None:
-        """See StepHooks."""
         if request_id in self._arriving:
             self._dropped.append(self._arriving.pop(request_id))
 

@@ -68,24 +68,15 @@ class DeviceTimer:
 
 
 class ComputedStep(msgspec.Struct, gc=False):
-    """A step whose logits are there, or will be.
-
-    Args:
-        outcome: with the time of the launch.
-        logits: None where nothing is sampled.
-        grammars: None where no sequence has one.
-        routed: what was counted of mixtures before; None where there are none.
-        timer: of a GPU; None elsewhere, where computed_ns and sampled_ns are the times.
-        drawn: its tokens, where they were not read yet.
-    """
+    """A step whose logits are there, or will be."""
 
     scheduled: list[ScheduledSequence]
     sequences: list[SequenceState]
-    outcome: StepOutcome
-    logits: Tensor | None
-    grammars: Grammars | None
-    routed: RoutingCounts | None
-    timer: DeviceTimer | None
+    outcome: StepOutcome  # with the time of the launch
+    logits: Tensor | None  # None where nothing is sampled
+    grammars: Grammars | None  # None where no sequence has one
+    routed: RoutingCounts | None  # what was counted of mixtures before; None where there are none
+    timer: DeviceTimer | None  # of a GPU; None elsewhere, where computed_ns and sampled_ns are the times
     computed_ns: int
     sampled_ns: int = 0
-    drawn: Drawn | None = None
+    drawn: Drawn | None = None  # its tokens, where they were not read yet

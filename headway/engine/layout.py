@@ -24,16 +24,11 @@ _MOST_KINDS = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The tensors of a step, for the model and for the runner.
+    """The tensors of a step, for the model and for the runner."""
 
-    Args:
-        token_ids: [T] int64.
-        last_rows: [R] int64, the tokens whose logits are wanted.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # [T] int64
     geometry: StepGeometry
-    last_rows: Tensor
+    last_rows: Tensor  # [R] int64, the tokens whose logits are wanted
 
 
 class BlockTables:
@@ -98,23 +93,17 @@ class BlockTables:
 
 @dataclass(slots=True)
 class _Listed:
-    """The numbers of a step's tokens, one for each, and of its sequences.
-
-    Args:
-        starts: where the tokens of each sequence begin; and their end.
-        last: the tokens whose logits are wanted.
-        rows: of the block tables.
-    """
+    """The numbers of a step's tokens, one for each, and of its sequences."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
+    last: list[int] = field(default_factory=list)  # the tokens whose logits are wanted
+    starts: list[int] = field(default_factory=lambda: [0])  # where the tokens of each sequence begin; and their end
     contexts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the block tables
 
 
 class StepLayout:

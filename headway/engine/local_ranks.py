@@ -26,41 +26,28 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Assignment(msgspec.Struct, array_like=True):
-    """What a rank reads from its standard input: which part of which model is its own.
-
-    Args:
-        threads: that it may use.
-        processors: that it is bound to; empty for none.
-        max_model_len: see load_model().
-        connections: with ranks on other machines.
-        told: an eventfd for whoever tells other machines what this rank has done; -1 for nobody.
-    """
+    """What a rank reads from its standard input: which part of which model is its own."""
 
     config: EngineConfig
     number: int
     count: int
-    threads: int
-    processors: list[int]
-    max_model_len: int
-    connections: dict[int, Connection] = {}
-    told: int = -1
+    threads: int  # that it may use
+    processors: list[int]  # that it is bound to; empty for none
+    max_model_len: int  # see load_model()
+    connections: dict[int, Connection] = {}  # with ranks on other machines
+    told: int = -1  # an eventfd for whoever tells other machines what this rank has done; -1 for nobody
 
 
 class Look(msgspec.Struct, array_like=True):
-    """What is seen of a rank from outside.
-
-    Args:
-        state, had_s: see main_thread().
-        got: see RankBoard.progress().
-        said: see RankBoard.said().
-    """
+    """What is seen of a rank from outside."""
 
     rank: int
     pid: int
+    # state, had_s: see main_thread().
     state: str
     had_s: float
-    got: int
-    said: tuple[int, ...]
+    got: int  # see RankBoard.progress()
+    said: tuple[int, ...]  # see RankBoard.said()
 
 
 class LocalRanks:

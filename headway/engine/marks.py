@@ -19,13 +19,11 @@ class StepMarks(StepHooks):
     allows_ahead = True
 
     def planned(self, plan: StepPlan, now: int) -> None:
-        """See StepHooks."""
         torch.cuda.nvtx.range_push(_name(plan))
 
     def after(
         self, plan: StepPlan, changed: list[tuple[Sequence, list[int]]], outputs: list[SequenceOutput], now: int
     ) -> list[SequenceOutput]:
-        """See StepHooks."""
         torch.cuda.nvtx.range_pop()
         return outputs
 

@@ -35,10 +35,7 @@ def _cache_parts(
 
 
 def bytes_per_block(
-    caches: Sequence[CacheSpec | StateSpec],
-    block_size: int,
-    dtype: torch.dtype,
-    groups: Groups = (),
+    caches: Sequence[CacheSpec | StateSpec], block_size: int, dtype: torch.dtype, groups: Groups = ()
 ) -> int:
     """Bytes of one block in all layers, or those that a KV cache group has room for; with the scales of an int8 cache.
 

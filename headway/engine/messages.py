@@ -87,19 +87,13 @@ class Progress(_Message):
 
 
 class AdapterFound(_Message):
-    """An adapter, or why there is none: one line for the user.
-
-    Args:
-        digest: of its weights and settings.
-        rank: the greatest of its layers.
-        num_bytes: in the host's memory.
-    """
+    """An adapter, or why there is none: one line for the user."""
 
     name: str
     path: str
-    digest: str = ""
-    rank: int = 0
-    num_bytes: int = 0
+    digest: str = ""  # of its weights and settings
+    rank: int = 0  # the greatest of its layers
+    num_bytes: int = 0  # in the host's memory
     error: str = ""
 
 
@@ -141,17 +135,11 @@ class TokenLogprobs(_Message):
 
 
 class PromptLogprobs(_Message):
-    """TokenLogprobs of T consecutive prompt tokens, packed: a long prompt has hundreds of thousands of numbers.
+    """TokenLogprobs of T consecutive prompt tokens, packed: a long prompt has hundreds of thousands of numbers."""
 
-    Args:
-        top: alternatives of each token.
-        integers: int32 [T, 1 + top]: rank, and ids of the likeliest alternatives.
-        reals: float32 [T, 1 + top]: log-probability, and those of the alternatives.
-    """
-
-    top: int
-    integers: bytes
-    reals: bytes
+    top: int  # alternatives of each token
+    integers: bytes  # int32 [T, 1 + top]: rank, and ids of the likeliest alternatives
+    reals: bytes  # float32 [T, 1 + top]: log-probability, and those of the alternatives
 
     def unpack(self) -> list[TokenLogprobs]:
         integers, reals = memoryview(self.integers).cast("i"), memoryview(self.reals).cast("f")

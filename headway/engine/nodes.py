@@ -43,21 +43,14 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(_Message):
-    """A node wants to join.
-
-    Args:
-        config: of the node, encoded, as another version's may not be readable.
-        content: see content_of().
-        address: where other nodes connect to it.
-        problem: why it cannot; empty where it can.
-    """
+    """A node wants to join."""
 
     version: str
     node: int = 0
-    config: bytes = b""
-    content: str = ""
-    address: tuple[str, int] = ("", 0)
-    problem: str = ""
+    config: bytes = b""  # of the node, encoded, as another version's may not be readable
+    content: str = ""  # see content_of()
+    address: tuple[str, int] = ("", 0)  # where other nodes connect to it
+    problem: str = ""  # why it cannot; empty where it can
 
 
 class Refused(_Message):
@@ -67,23 +60,14 @@ class Refused(_Message):
 
 
 class Start(_Message):
-    """All nodes have joined, and this one starts its ranks.
+    """All nodes have joined, and this one starts its ranks."""
 
-    Args:
-        config: of node 0.
-        parts: the first rank of each node, and how many it has.
-        addresses: of the nodes, for connections.
-        session: what those who connect say.
-        sizes: hidden and vocab of the model.
-        threads: of a rank.
-    """
-
-    config: EngineConfig
-    parts: list[tuple[int, int]]
-    addresses: list[tuple[str, int]]
-    session: str
-    sizes: tuple[int, int]
-    threads: int
+    config: EngineConfig  # of node 0
+    parts: list[tuple[int, int]]  # the first rank of each node, and how many it has
+    addresses: list[tuple[str, int]]  # of the nodes, for connections
+    session: str  # what those who connect say
+    sizes: tuple[int, int]  # hidden and vocab of the model
+    threads: int  # of a rank
 
 
 class Link(_Message):
@@ -119,14 +103,10 @@ class Reset(_Message):
 
 
 class Report(_Message):
-    """What a node sees of its ranks.
-
-    Args:
-        ended: which of them has ended, and how; empty for none.
-    """
+    """What a node sees of its ranks."""
 
     looks: list[Look]
-    ended: str = ""
+    ended: str = ""  # which of them has ended, and how; empty for none
 
 
 ToNode = Refused | Start | Assign | Work | Stop | Reset
@@ -408,19 +388,15 @@ class Nodes(OneMachine):
         return connections_of(self._parts, self._config.tensor_parallel_size, made)
 
     def assign(self, max_model_len: int) -> None:
-        """See OneMachine."""
         self._tell(Assign(max_model_len))
 
     def send(self, message: bytes) -> None:
-        """See OneMachine."""
         self._tell(Work(message))
 
     def stop(self) -> None:
-        """See OneMachine."""
         self._tell(Stop())
 
     def reset(self) -> None:
-        """See OneMachine."""
         self._tell(Reset())
 
     def _tell(self, message: ToNode) -> None:
@@ -429,11 +405,9 @@ class Nodes(OneMachine):
                 wire.send(message)
 
     def descriptors(self) -> list[int]:
-        """See OneMachine."""
         return [wire.fileno() for wire in self._wires.values()]
 
     def heard(self, take: Callable[[int, tuple[int, ...]], None]) -> str:
-        """See OneMachine."""
         for node, wire in self._wires.items():
             try:
                 reports = wire.received()
@@ -451,7 +425,6 @@ class Nodes(OneMachine):
         return ""
 
     def silent(self, passed_s: float, limit_s: float) -> str:
-        """See OneMachine."""
         for node in self._silent_s:
             self._silent_s[node] += passed_s
             if self._silent_s[node] > limit_s:
@@ -459,17 +432,14 @@ class Nodes(OneMachine):
         return ""
 
     def looks(self) -> list[tuple[str, Look]]:
-        """See OneMachine."""
         return [(f"on {self._name(node)}, ", look) for node, looks in self._looks.items() for look in looks]
 
     def leave(self) -> None:
-        """See OneMachine."""
         for wire in self._wires.values():
             with contextlib.suppress(OSError):
                 wire.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """See OneMachine."""
         self.leave()
         for connection in [each for of_rank in self.connections.values() for each in of_rank.values()]:
             os.close(connection.descriptor)

@@ -73,13 +73,11 @@ class PageStore(Protocol):
 
     def read(self, name: bytes) -> bytes | None:
         """What was written; None where there is nothing any more."""
-        ...
 
     def write(self, name: bytes, page: bytes) -> None: ...
 
     def drop(self, name: bytes) -> None:
         """Forget a page that is of no use."""
-        ...
 
 
 class FolderStore:
@@ -357,7 +355,6 @@ class Offload(StepHooks):
         self._host.arrived.update(zip(host_blocks, loading.pages, strict=False))
 
     def left(self, request_id: str) -> None:
-        """See StepHooks."""
         self._loading.pop(request_id, None)
 
     # --- how long it takes --------------------------------------------------------------------------

@@ -49,6 +49,10 @@ class PenaltyTable:
     def nbytes(self) -> int:
         return sum(len(history.places) * (8 + 4) for history in self._histories.values())
 
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self._histories.clear()
+
     def forget(self, sequence: SequenceState) -> None:
         """Forget a sequence. Does nothing for one that was not penalised."""
         self._histories.pop(sequence, None)

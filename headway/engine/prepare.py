@@ -32,28 +32,24 @@ class EngineError(ValueError):
 
 @dataclass(slots=True)
 class Prepared:
-    """What is known of an engine before its weights are loaded.
+    """What is known of an engine before its weights are loaded."""
 
-    Args:
-        config: with the quantization that weights are rounded to.
-        model: with the attention sinks that the config asks for.
-        scheme: of the products of the weights.
-        asked_len: the longest sequence that is asked for; see PoolSize for what fits.
-        sinks: attention sinks of the layers; None for those of the checkpoint.
-        followers: the processes of other ranks; None where there are none.
-    """
-
-    config: EngineConfig
+    config: EngineConfig  # with the quantization that weights are rounded to
     device: torch.device
     folder: Path
-    model: ModelConfig
+    model: ModelConfig  # with the attention sinks that the config asks for
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    scheme: str
-    asked_len: int
-    sinks: AttentionSinks | None
+    scheme: str  # of the products of the weights
+    asked_len: int  # the longest sequence that is asked for; see PoolSize for what fits
+    sinks: AttentionSinks | None  # attention sinks of the layers; None for those of the checkpoint
     kernels: Kernels
-    followers: Followers | None
+    followers: Followers | None  # the processes of other ranks; None where there are none
+
+    @property
+    def cache_name(self) -> str:
+        """The type of the KV cache, for people."""
+        return str(self.cache_dtype).removeprefix("torch.")
 
 
 def prepare(config: EngineConfig, memory: mmap.mmap | None, started: ExitStack, say: Callable[[str], None]) -> Prepared:

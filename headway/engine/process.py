@@ -34,7 +34,6 @@ from headway.engine.messages import (
     FromEngine,
     LoadAdapter,
     Progress,
-    Ready,
     SetClasses,
     Shutdown,
     ToEngine,
@@ -137,34 +136,10 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
             traceback.print_exc()
         channel.send(Failed(" ".join(str(error).split()) or type(error).__name__))
         return 1
-    quiet_garbage_collector()
-    shape = engine.num_blocks, engine.block_size, engine.max_model_len
-    seats = engine.core.scheduler.config.max_num_seqs
-    blocks = engine.core.scheduler.blocks
-    pool_tokens = blocks.pool_tokens(engine.max_model_len)
-    checkpoints = blocks.checkpoints
-    pinned = len({blocks.node_of(block) for block in blocks.pinned})  # blocks of all KV cache groups have one node
-    channel.send(
-        Ready(
-            PROTOCOL_VERSION,
-            engine.startup_ns,
-            *shape,
-            engine.device,
-            engine.kv_cache_dtype,
-            seats,
-            pool_tokens,
-            pinned,
-            engine.left_out,
-            None if checkpoints is None else checkpoints.num_slots,
-            engine.runner.generates,
-            engine.kernels,
-            engine.block_bytes,
-            engine.kept_bytes,
-            engine.draft_block_bytes,
-            engine.roofline,
-            engine.adapters,
-        )
-    )
+    # A collection over all that was loaded would stall a step by milliseconds. Garbage that loading has left is kept,
+    # too: looking for it would take longer than loading a small model.
+    gc.freeze()
+    channel.send(engine.ready)
     from headway.engine.executor import EngineFault  # which is imported by now
 
     try:
@@ -173,14 +148,6 @@ def _serve(channel: Channel, configure: Configure, parent: int) -> int:
         traceback.print_exc()
         channel.send(Failed(" ".join(str(fault).split())))
         return 1
-
-
-def quiet_garbage_collector() -> None:
-    """Keep what was loaded out of garbage collections: one over all of it stalls a step by milliseconds.
-
-    Garbage that loading has left is kept too, as looking for it would take longer than loading a small model.
-    """
-    gc.freeze()
 
 
 def _step_loop(channel: Channel, core: EngineCore, parent: int) -> int:

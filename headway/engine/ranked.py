@@ -58,20 +58,16 @@ class RankedExecutor:
 
     @property
     def vocab_size(self) -> int:
-        """See Executor."""
         return self._runner.vocab_size
 
     @property
     def generates(self) -> bool:
-        """See Executor."""
         return self._runner.generates
 
     def prepare(self, grammar: str, eos_token_ids: Collection[int]) -> Future[None] | None:
-        """See Executor."""
         return self._runner.prepare(grammar, eos_token_ids)
 
     def look(self) -> None:
-        """See Executor."""
         if self._followers.fault:
             raise EngineFault(self._followers.fault)
 
@@ -102,12 +98,10 @@ class RankedExecutor:
         return self._runner.timed(wanted)
 
     def forget(self, seq_id: int) -> None:
-        """See Executor."""
         self._runner.forget(seq_id)
         self._forgotten.append(seq_id)
 
     def recover(self) -> None:
-        """See Executor."""
         self._runner.recover_together()
         self._recovers = True
 
@@ -158,18 +152,12 @@ class ContextExecutor(RankedExecutor):
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A step under way through the stages.
+    """A step under way through the stages."""
 
-    Args:
-        parts: its micro-batches.
-        sent: how many of them have gone to the stages before this one.
-        follows: the first of them while these still worked on the step before.
-        forgotten: sequences that have ended since it was submitted, and may be in it.
-    """
-
-    parts: list[StepPlan]
-    sent: int = 0
-    follows: bool = False
+    parts: list[StepPlan]  # its micro-batches
+    sent: int = 0  # how many of them have gone to the stages before this one
+    follows: bool = False  # the first of them while these still worked on the step before
+    # Sequences that have ended since it was submitted, and may be in it.
     forgotten: list[int] = field(default_factory=list)
 
 

@@ -56,11 +56,7 @@ def sizes_of(model: ModelConfig) -> tuple[int, int]:
 
 
 class Pool(msgspec.Struct, array_like=True, tag=True):
-    """The sizes of the KV pool, which are the same for all ranks; see Runner.
-
-    Args:
-        shared_bytes: of the memory that all ranks have for it; 0: each has a pool of its own.
-    """
+    """The sizes of the KV pool, which are the same for all ranks; see Runner."""
 
     num_blocks: int
     max_num_seqs: int
@@ -68,23 +64,17 @@ class Pool(msgspec.Struct, array_like=True, tag=True):
     host_blocks: int
     checkpoints: int
     groups: list[list[tuple[int, ...]]]
-    shared_bytes: int = 0
+    shared_bytes: int = 0  # of the memory that all ranks have for it; 0: each has a pool of its own
 
 
 class Step(msgspec.Struct, array_like=True, tag=True):
-    """A plan to run.
-
-    Args:
-        begins: it is a step, or the first micro-batch of one; the others go on with it.
-        forgotten: sequences that have finished or were preempted before it.
-        recovers: the step before it has failed.
-        parts: what each rank behind the first computes of the plan; empty where all compute all of it.
-    """
+    """A plan to run."""
 
     plan: StepPlan
-    begins: bool = False
-    forgotten: list[int] = []
-    recovers: bool = False
+    begins: bool = False  # it is a step, or the first micro-batch of one; the others go on with it
+    forgotten: list[int] = []  # sequences that have finished or were preempted before it
+    recovers: bool = False  # the step before it has failed
+    # What each rank behind the first computes of the plan; empty where all compute all of it.
     parts: list[list[ScheduledSequence]] = []
 
 

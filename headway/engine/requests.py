@@ -30,17 +30,12 @@ StreamItem = SequenceOutput | Exception
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request, and where each of its unfinished choices stands.
-
-    Args:
-        ledger: what is known of its time, until it was last handed to an engine.
-        take: gets its outputs, or an exception that ends it; others may share it.
-    """
+    """A request, and where each of its unfinished choices stands."""
 
     request: AddRequest
-    ledger: Ledger
+    ledger: Ledger  # what is known of its time, until it was last handed to an engine
     choices: dict[int, Resumed]
-    take: Callable[[StreamItem], None]
+    take: Callable[[StreamItem], None]  # gets its outputs, or an exception that ends it; others may share it
     aborted: set[int] = field(default_factory=set)  # choices that the engine was told to drop
     replayed: bool = False
     number: int = _NOT_SENT  # its number among the requests sent to the engine process that runs

@@ -152,7 +152,6 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> ComputedStep:
-        """See AheadExecutor."""
         follows = plan.scheduled[0].token_ids[0] == UNKNOWN
         step = self._compute(plan, self._drawn if follows else None)
         assert step.logits is not None
@@ -164,7 +163,6 @@ class Runner:
         return step
 
     def collect(self, submitted: ComputedStep) -> StepOutcome | None:
-        """See AheadExecutor."""
         outcome, drawn = submitted.outcome, submitted.drawn
         assert drawn is not None
         self._note_times(submitted)
@@ -255,7 +253,6 @@ class Runner:
         return self.grammars
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Executor."""
         return self.kernels.timed(wanted)
 
     def forget(self, seq_id: int) -> None:

@@ -29,6 +29,7 @@ from headway.engine.tensor_sampling import (
     GREEDY_BELOW,
     KEPT_BYTES,
     Mask,
+    Masks,
     SamplingBatch,
     TensorSampler,
     TokenEdits,
@@ -74,7 +75,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._draw = draw
         self._penalties = PenaltyTable(device)
-        self._tensors = TensorSampler(vocab_size, device, forbid)
+        self._tensors = TensorSampler(vocab_size, device, forbid, self._penalties)
         self._edits: dict[SequenceState, TokenEdits] = {}
         self._masks: dict[SequenceState, Mask] = {}
         self._batch: SamplingBatch | None = None
@@ -86,7 +87,7 @@ class Sampler:
         logits: Tensor,
         sequences: list[SequenceState],
         positions: list[int] | None = None,
-        masks: list[Mask | None] | None = None,
+        masks: Masks = None,
     ) -> Sampled:
         """Choose one token for each row, at its position; where none are given, at the end of the sequence's tokens.
 
@@ -113,7 +114,7 @@ class Sampler:
                 for row, mask in enumerate(masks or [None] * len(sequences))
             ]
         if self._draw is None:
-            return Sampled(*self._tensors.sample(logits, batch, positions, self._penalties, masks))
+            return Sampled(*self._tensors.sample(logits, batch, positions, masks))
         table = self._table
         table["position"] = positions
         if masks is not None:
@@ -136,7 +137,7 @@ class Sampler:
         positions = [len(sequence.tokens) for sequence in sequences]
         batch = self._batch_of(sequences, positions)
         masks = [batch.allowed.get(row) for row in range(len(sequences))] if batch.allowed else None
-        return self._tensors.begin(logits, batch, positions, self._penalties, masks)
+        return self._tensors.begin(logits, batch, positions, masks)
 
     def _batch_of(self, sequences: list[SequenceState], positions: list[int]) -> SamplingBatch:
         batch = self._batch
@@ -165,7 +166,7 @@ class Sampler:
 
     def reset(self) -> None:
         """Forget every sequence. What is kept of each is made again from its tokens."""
-        self._penalties = PenaltyTable(self._tensors.device)
+        self._penalties.clear()
         self._edits.clear()
         self._masks.clear()
         self._known.clear()

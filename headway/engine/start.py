@@ -55,7 +55,7 @@ def start_engine(config: EngineConfig, on_stage: Callable[[str, int], None] | No
         if on_stage is not None:
             on_stage("import", imported)
         engine = build_engine(config, on_stage, memory, cache, beside)
-    engine.startup_ns = {"import": imported, **engine.startup_ns}
+    engine.ready.startup_ns = {"import": imported, **engine.ready.startup_ns}
     return engine
 
 

@@ -43,6 +43,7 @@ KEPT_BYTES = 4 << 20
 
 # A bit for each token, in whole blocks of the padded vocabulary: set where it is allowed, the first in the lowest bit.
 Mask = NDArray[np.int32]
+Masks = list[Mask | None] | None  # of each row of logits; None where all tokens are allowed
 TokenEdits = NDArray[np.float64]  # [3, N]: token ids, bias and allowed_from of one sequence
 
 
@@ -67,38 +68,24 @@ class Edits:
 
 @dataclass(slots=True)
 class TensorBatch:
-    """How rows are drawn without a kernel.
+    """How rows are drawn without a kernel."""
 
-    Args:
-        streams: starts of their random streams.
-        edits: changes of their logits; None for none.
-        wants_logprobs: the rows that want log-probabilities.
-    """
-
-    streams: NDArray[np.uint64]
+    streams: NDArray[np.uint64]  # starts of their random streams
     groups: list[Group]
-    edits: Edits | None
-    wants_logprobs: draws.Index
+    edits: Edits | None  # changes of their logits; None for none
+    wants_logprobs: draws.Index  # the rows that want log-probabilities
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """What a list of sequences asks of the sampler, row by row. It is made once for as long as the list is the same.
-
-    Args:
-        edits: changes of the logits of some rows.
-        allowed: the tokens that may come at all in some rows.
-        penalised: rows with penalties.
-        wants_logprobs: rows that want log-probabilities.
-        tensors: how they are drawn; None where a kernel draws.
-    """
+    """What a list of sequences asks of the sampler, row by row. It is made once for as long as the list is the same."""
 
     sequences: list[SequenceState]
-    edits: dict[int, TokenEdits] = field(default_factory=dict)
-    allowed: dict[int, Mask] = field(default_factory=dict)
-    penalised: list[int] = field(default_factory=list)
-    wants_logprobs: list[int] = field(default_factory=list)
-    tensors: TensorBatch | None = None
+    edits: dict[int, TokenEdits] = field(default_factory=dict)  # changes of the logits of some rows
+    allowed: dict[int, Mask] = field(default_factory=dict)  # the tokens that may come at all in some rows
+    penalised: list[int] = field(default_factory=list)  # rows with penalties
+    wants_logprobs: list[int] = field(default_factory=list)  # rows that want log-probabilities
+    tensors: TensorBatch | None = None  # how they are drawn; None where a kernel draws
 
 
 class TensorSampler:
@@ -111,24 +98,19 @@ class TensorSampler:
         memory: that of a step's logits in float32, kept for the next step.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, forbid: Forbid) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, forbid: Forbid, penalties: PenaltyTable) -> None:
         self.device = device
-        self._forbid = forbid
+        self._forbid, self._penalties = forbid, penalties
         self.memory = torch.empty(0, 0, device=device)
         self._vocab_size = vocab_size
         self._steps_with_little = 0
 
     def sample(
-        self,
-        logits: Tensor,
-        batch: SamplingBatch,
-        positions: list[int],
-        penalties: PenaltyTable,
-        masks: list[Mask | None] | None,
+        self, logits: Tensor, batch: SamplingBatch, positions: list[int], masks: Masks
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The token and the log-probabilities of each row, as Sampler.sample() gives them."""
         with torch.inference_mode(), _threads_for(logits):
-            raw, rows, tensors = self._rows(logits, batch, positions, penalties, masks)
+            raw, rows, tensors = self._rows(logits, batch, positions, masks)
             ids = torch.empty(len(raw), dtype=torch.int64, device=self.device)
             groups = tensors.groups
             while True:
@@ -137,31 +119,11 @@ class TensorSampler:
                 if not groups:
                     return sampled
 
-    def begin(
-        self,
-        logits: Tensor,
-        batch: SamplingBatch,
-        positions: list[int],
-        penalties: PenaltyTable,
-        masks: list[Mask | None] | None,
-    ) -> Tensor:
+    def begin(self, logits: Tensor, batch: SamplingBatch, positions: list[int], masks: Masks) -> Tensor:
         """The token of each row on the device, or UNDECIDED, as Sampler.begin() gives them."""
         with torch.inference_mode(), _threads_for(logits):
-            _, rows, tensors = self._rows(logits, batch, positions, penalties, masks)
+            _, rows, tensors = self._rows(logits, batch, positions, masks)
             return _draw(rows, tensors.groups, torch.empty(len(logits), dtype=torch.int64, device=self.device))
-
-    def _rows(
-        self,
-        logits: Tensor,
-        batch: SamplingBatch,
-        positions: list[int],
-        penalties: PenaltyTable,
-        masks: list[Mask | None] | None,
-    ) -> tuple[Tensor, draws.Rows, TensorBatch]:
-        """The logits in float32, what is drawn from, and how."""
-        tensors = batch.tensors = batch.tensors or self._describe(batch)
-        raw = draws.padded(logits, self._room(len(batch.sequences)))
-        return raw, self._prepare(raw, raw is logits, batch, tensors, positions, penalties, masks), tensors
 
     def logprobs(self, logits: Tensor, token_ids: list[int], batch: SamplingBatch) -> list[TokenLogprobs | None]:
         """The log-probabilities of tokens that a kernel has drawn from logits, row by row."""
@@ -194,38 +156,33 @@ class TensorSampler:
             self._steps_with_little = 0
         return self.memory[:rows]
 
-    def _prepare(
-        self,
-        raw: Tensor,
-        borrowed: bool,
-        batch: SamplingBatch,
-        tensors: TensorBatch,
-        positions: list[int],
-        penalties: PenaltyTable,
-        masks: list[Mask | None] | None,
-    ) -> draws.Rows:
-        """Logits with bias, min_tokens, penalties and masks applied, and a uniform number for each row's position.
+    def _rows(
+        self, logits: Tensor, batch: SamplingBatch, positions: list[int], masks: Masks
+    ) -> tuple[Tensor, draws.Rows, TensorBatch]:
+        """The logits in float32; what is drawn from, a uniform number for each row's position with it; and how.
 
-        `raw` itself is changed, unless it is the caller's (borrowed) or needed again for log-probabilities.
+        Bias, min_tokens, penalties and masks are applied to what is drawn from. That is the same memory, unless it is
+        the caller's or is needed again for log-probabilities.
         """
+        tensors = batch.tensors = batch.tensors or self._describe(batch)
+        raw = x = draws.padded(logits, self._room(len(batch.sequences)))
         at = uniform = draws.NONE
         if tensors.edits is not None or any(group.cut is not None for group in tensors.groups):
             where = np.array(positions, np.int64)
             at, uniform = to_device(np.stack((where, uniforms(tensors.streams, where))), self.device)
-        x = raw
         masked = [row for row, mask in enumerate(masks or ()) if mask is not None]
         if tensors.edits is not None or batch.penalised or masked:
-            x = raw.clone() if borrowed or batch.wants_logprobs else raw
+            x = raw.clone() if raw is logits or batch.wants_logprobs else raw
         if (edits := tensors.edits) is not None:
             pairs = edits.rows, edits.token_ids
             x[pairs] = (x[pairs] + edits.bias).masked_fill_(at[edits.rows] < edits.allowed_from, -torch.inf)
         if batch.penalised:
-            penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
+            self._penalties.apply(x, batch.penalised, [batch.sequences[row] for row in batch.penalised])
         if masks is not None and masked:
             words = np.array([masks[row] for row in masked])
             self._forbid(x, to_device(np.column_stack((np.array(masked, np.int32), words)), self.device))
         peaks = draws.block_peaks(x)
-        return draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform)
+        return raw, draws.Rows(x, peaks, peaks.amax(-1, keepdim=True), uniform), tensors
 
     def _read(
         self, raw: Tensor, ids: Tensor, batch: SamplingBatch, tensors: TensorBatch

@@ -29,16 +29,11 @@ _WALKED, STEP_S = 48, 0.5
 
 
 class Checked(msgspec.Struct):
-    """What came of it.
+    """What came of it."""
 
-    Args:
-        grammar: in the library's form; None where it is refused.
-        left_out: what of a relaxed schema is not kept.
-    """
-
-    grammar: StructuredOutputs | None = None
+    grammar: StructuredOutputs | None = None  # in the library's form; None where it is refused
     refusal: str = ""
-    left_out: list[str] = []
+    left_out: list[str] = []  # what of a relaxed schema is not kept
 
 
 class GrammarProcess:
@@ -52,11 +47,7 @@ class GrammarProcess:
         self._process = BoundedProcess(__name__, str(folder), str(vocab_size), ",".join(map(str, eos_token_ids)))
 
     def check(self, asked: StructuredOutputs, seconds: float) -> Checked:
-        """The checked grammar, or why it is refused.
-
-        Raises:
-            TimeoutError: it took longer than this.
-        """
+        """The checked grammar, or why it is refused. Raises TimeoutError: it took longer than this."""
         try:
             return msgspec.msgpack.decode(self._process.ask(msgspec.msgpack.encode(asked), seconds), type=Checked)
         except Closed as error:

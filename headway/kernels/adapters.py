@@ -19,23 +19,17 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What of a product is adapted.
+    """What of a product is adapted."""
 
-    Args:
-        inputs: of the product.
-        part_of: int64 [out]: which projection each output is of, where the product has the rows of several. Each of
-            these has an A of its own.
-        dtype, device: of the product's inputs.
-        slots: how many adapters are kept.
-        rank: the greatest.
-    """
-
-    inputs: int
+    inputs: int  # of the product
+    # int64 [out]: which projection each output is of, where the product has the rows of several. Each of these has an A
+    # of its own.
     part_of: Tensor
+    # dtype, device: of the product's inputs.
     dtype: torch.dtype
     device: torch.device
-    slots: int
-    rank: int
+    slots: int  # how many adapters are kept
+    rank: int  # the greatest
 
     @property
     def parts(self) -> int:
@@ -51,7 +45,6 @@ class Adapted(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> what the product gives, with what the adapters of the step's rows add."""
-        ...
 
     def write(self, slot: int, down: Tensor, up: Tensor) -> None:
         """Put an adapter into a slot that no step uses: the A of each part, [parts, r, in], and B of all, [r, out].
@@ -59,7 +52,6 @@ class Adapted(Protocol):
         r may be less than the greatest rank, and 0 where the adapter leaves the product as it is. Rows of B that are
         beyond the rank of their part are zeros.
         """
-        ...
 
 
 class AdaptedMixture(Protocol):
@@ -67,14 +59,12 @@ class AdaptedMixture(Protocol):
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         """See Mixture; with what the adapters of the step's rows add."""
-        ...
 
     def write(self, slot: int, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Do as Adapted.write(), for the products of gate and up and for those of down.
 
         All experts are stacked, [E, parts, r, in] and [E, r, out].
         """
-        ...
 
 
 @runtime_checkable
@@ -83,11 +73,9 @@ class AdaptableMixture(Protocol):
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         """See Mixture."""
-        ...
 
     def adapted(self, specs: Sequence[AdapterSpec], rows: AdapterRows) -> AdaptedMixture:
         """The same experts with slots for adapters: beside their products of gate and up, and beside those of down."""
-        ...
 
 
 class AdapterRows:
@@ -190,7 +178,6 @@ class TorchAdapted:
         self._part_of = spec.part_of
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Adapted."""
         result = self._linear(x)
         for slot, rows in self._rows.of_slots:
             low = torch.einsum("ti,pri->tpr", x[rows].float(), self._slots.down[slot].float())
@@ -199,7 +186,6 @@ class TorchAdapted:
         return result if self._behind is None else self._behind(result)
 
     def write(self, slot: int, down: Tensor, up: Tensor) -> None:
-        """See Adapted."""
         self._up[slot].zero_()
         self._slots.down[slot].zero_()
         self._slots.write(slot, down, up, self._up[slot])

@@ -18,31 +18,22 @@ _MOST_QUERIES = 16
 
 
 class Family(NamedTuple):
-    """Sequences of a step whose contexts begin in the same blocks, ordered so that neighbours have most in common.
+    """Sequences of a step whose contexts begin in the same blocks, ordered so that neighbours have most in common."""
 
-    Args:
-        sequences: their numbers in the step.
-        common: for each but the first, how many tokens it has in common with the one before: at least LEAST_COMMON, and
-            all computed in earlier steps.
-    """
-
-    sequences: list[int]
+    sequences: list[int]  # their numbers in the step
+    # For each but the first, how many tokens it has in common with the one before: at least LEAST_COMMON, and all
+    # computed in earlier steps.
     common: list[int]
 
 
 @dataclass(slots=True)
 class CommonParts:
-    """What a kernel on a GPU is to read once; a sequence has one such part at most. Tensors are int32 on the device.
+    """What a kernel on a GPU is to read once; a sequence has one such part at most. Tensors are int32 on the device."""
 
-    Args:
-        parts: [P, 4]: a sequence that has it, its tokens, the first of its `queries` and how many; no queries: no part.
-        queries: [T] query tokens of the step, those of one part after the other.
-        tokens: [T] how many tokens of its context a query token finds in a part; 0 in none.
-    """
-
+    # [P, 4]: a sequence that has it, its tokens, the first of its `queries` and how many; no queries: no part.
     parts: Tensor
-    queries: Tensor
-    tokens: Tensor
+    queries: Tensor  # [T] query tokens of the step, those of one part after the other
+    tokens: Tensor  # [T] how many tokens of its context a query token finds in a part; 0 in none
 
 
 def common_parts(

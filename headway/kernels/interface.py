@@ -74,15 +74,10 @@ class LayerCache:
 
 @dataclass(slots=True)
 class LayerState:
-    """The states of one recurrent layer, in slots; float32.
+    """The states of one recurrent layer, in slots; float32."""
 
-    Args:
-        inputs: [N, width - 1, channels], the last that the convolution has seen.
-        matrices: [N, H, key dimension, value dimension] of a delta net.
-    """
-
-    inputs: Tensor
-    matrices: Tensor | None
+    inputs: Tensor  # [N, width - 1, channels], the last that the convolution has seen
+    matrices: Tensor | None  # [N, H, key dimension, value dimension] of a delta net
     group: ClassVar[int] = 0
 
     @property
@@ -92,36 +87,25 @@ class LayerState:
 
 
 class Span(NamedTuple):
-    """A sequence's part of a step: `tokens` from `first` on, and slots of its states. A row of `StepGeometry.spans`.
-
-    Args:
-        source: the slot that has the state before them; -1: there is none before a sequence's first token.
-        target: the slot for the state behind them.
-        kept_tokens: behind so many of them the state is copied to `kept`; 0: it is not.
-        further: so many rows on are the `kept_tokens`, `kept` and `further` of a later copy; 0: there is none.
-    """
+    """A sequence's part of a step: `tokens` from `first` on, and slots of its states. A row of `StepGeometry.spans`."""
 
     first: int
     tokens: int
-    source: int
-    target: int
-    kept_tokens: int = 0
+    source: int  # the slot that has the state before them; -1: there is none before a sequence's first token
+    target: int  # the slot for the state behind them
+    kept_tokens: int = 0  # behind so many of them the state is copied to `kept`; 0: it is not
     kept: int = 0
-    further: int = 0
+    further: int = 0  # so many rows on are the `kept_tokens`, `kept` and `further` of a later copy; 0: there is none
 
 
 class SinkQueries(NamedTuple):
     """Queries for the first keys of a sequence, in place of its other queries (StreamingLLM; Xiao et al., 2024).
 
     So a query sees these keys at another distance than that of their positions.
-
-    Args:
-        rows: [T, H, D], dense along heads and dimensions.
-        num_keys: the first keys of a sequence, at most 512 (see AttentionSinks).
     """
 
-    rows: Tensor
-    num_keys: int
+    rows: Tensor  # [T, H, D], dense along heads and dimensions
+    num_keys: int  # the first keys of a sequence, at most 512 (see AttentionSinks)
 
 
 # None: the model's dtype.
@@ -139,28 +123,17 @@ class AttentionShape(NamedTuple):
 
 @dataclass(slots=True)
 class RoutingCounts:
-    """What mixtures of experts have done since the kernels were made, added up over layers and steps.
+    """What mixtures of experts have done since the kernels were made, added up over layers and steps."""
 
-    Args:
-        mixtures: times that a mixture was asked.
-        pairs: pairs of a token and an expert that it was sent to.
-        touched: experts that had any token.
-        busiest: tokens of the expert that had most.
-    """
-
-    mixtures: int = 0
-    pairs: int = 0
-    touched: int = 0
-    busiest: int = 0
+    mixtures: int = 0  # times that a mixture was asked
+    pairs: int = 0  # pairs of a token and an expert that it was sent to
+    touched: int = 0  # experts that had any token
+    busiest: int = 0  # tokens of the expert that had most
 
     def since(self, earlier: RoutingCounts) -> tuple[int, int, int, int]:
         """The increase of each count since `earlier`."""
-        return (
-            self.mixtures - earlier.mixtures,
-            self.pairs - earlier.pairs,
-            self.touched - earlier.touched,
-            self.busiest - earlier.busiest,
-        )
+        mixtures, pairs = self.mixtures - earlier.mixtures, self.pairs - earlier.pairs
+        return mixtures, pairs, self.touched - earlier.touched, self.busiest - earlier.busiest
 
 
 # The arguments of Draw for a row of logits; headway/engine/sampler.py says what is done with them, in which order.
@@ -198,7 +171,6 @@ class Draw(Protocol):
 
         It is -1 where the logits, edited, hold NaN or +inf or nothing above -inf.
         """
-        ...
 
 
 class Forbid(Protocol):
@@ -210,7 +182,6 @@ class Forbid(Protocol):
         A row of `marked` has the number of a row of x, then a bit for each of its tokens, the first in the lowest bit
         of a word, which is set where the token is allowed. Rows that are not marked keep all tokens.
         """
-        ...
 
 
 class Linear(Protocol):
@@ -220,11 +191,9 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], in x's dtype unless it is wide."""
-        ...
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows [T] int64 of the weight -> [T, in]: the embedding of tokens where it shares the head's weight."""
-        ...
 
 
 class HeadLinear(Protocol):
@@ -232,7 +201,6 @@ class HeadLinear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H, in] -> [T, H, out]; both may be strided along T and H."""
-        ...
 
 
 class Mixture(Protocol):
@@ -245,7 +213,6 @@ class Mixture(Protocol):
         tokens alone, and sums are in float32 and in one order, so that what a token gets depends on nothing else in
         the step. May wait for the device.
         """
-        ...
 
 
 RMSNorm = Callable[[Tensor, Tensor, float], Tensor]  # see Kernels
@@ -285,63 +252,49 @@ class Kernels(Protocol):
         Raises:
             ValueError: these kernels do not have the weight's format; it names the format.
         """
-        ...
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
         """Lay out weight [2 * F, in], gate rows above up rows, as x [T, in] -> the gate's f(gate x) * up x [T, F].
 
         Raises as `linear`.
         """
-        ...
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
         """Lay out `count` experts, each a gated linear layer and one behind it, all alike. Raises as `linear`."""
-        ...
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
         """A linear or gated linear layer of these kernels, as it is, with slots for adapters beside it."""
-        ...
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
         """Settle which of several ways a model's products take, which may need measuring; say which, or nothing."""
-        ...
 
     @property
     def named(self) -> Mapping[str, object]:
         """The objects that laid-out weights refer to beside tensors, by name; empty if they cannot be kept on disk."""
-        ...
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
         """Lay out the matrices [out, in] of `count` heads, all alike. Raises as `linear`."""
-        ...
 
     def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
         """first [T, H, D] and second [T, H, E], strided along T and H or not, side by side -> dense [T, H, D + E]."""
-        ...
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
         """Copies of the rows [T] int64 of table [N, D] -> [T, D]."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32, returned in x's dtype."""
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); may reuse the memory of both arguments."""
-        ...
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
         """(x + residual) * factor; may reuse the memory of residual."""
-        ...
 
     def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
         """The gate's f(x) * up, both [T, F], up strided along T; may reuse the memory of x."""
-        ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap) in float32, returned in x's dtype; may reuse the memory of x."""
-        ...
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         """Apply RoPE in place to query [T, H, D] and key [T, G, D], half-split layout.
@@ -349,7 +302,6 @@ class Kernels(Protocol):
         cos and sin are float32 tables [context, R // 2], R <= D the rotated part of the head. A position behind their
         end counts as their last.
         """
-        ...
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to their slots [T].
@@ -359,7 +311,6 @@ class Kernels(Protocol):
         Raises:
             ValueError: an int8 cache, which these kernels do not have.
         """
-        ...
 
     def attention(
         self,
@@ -379,11 +330,9 @@ class Kernels(Protocol):
         as a key of no value that every query sees (gpt-oss); they are not scaled. With a softcap, a scaled product s
         becomes softcap * tanh(s / softcap) (Gemma 2). With sink queries, every query sees the first keys, too.
         """
-        ...
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), both [T, H, D], gate strided along T; may reuse the memory of x."""
-        ...
 
     def convolve(
         self,
@@ -400,7 +349,6 @@ class Kernels(Protocol):
         y * sigmoid(y). x and gates may be strided along T. What a token gets depends on its sequence alone, however
         steps divide it.
         """
-        ...
 
     def delta_rule(
         self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
@@ -417,7 +365,6 @@ class Kernels(Protocol):
             gate: [T, H * value dimension], strided along T or not.
             numbers: [T, 2 * H], dense: b of all heads, then a.
         """
-        ...
 
     def route(
         self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
@@ -429,35 +376,29 @@ class Kernels(Protocol):
         gated, of the sigmoid of its logit, which logits have as another column, [T, E + 1]. A row with a NaN has NaN
         as weights.
         """
-        ...
 
     def routing_counts(self) -> RoutingCounts:
         """The counts of all mixtures of these kernels so far."""
-        ...
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
         """The last kernels that were timed, oldest first: True begins to time them, False ends it, None does neither.
 
         The list is empty where nothing is timed, as with kernels that cannot be.
         """
-        ...
 
     @property
     def draw(self) -> Draw | None:
         """Chooses the next tokens; None where the sampler's own tensor work is to."""
-        ...
 
     @property
     def forbid(self) -> Forbid:
         """Applies masks of allowed tokens where no kernel draws."""
-        ...
 
     def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
         """The likeliest of the first `size` tokens of each row [R, V], the first of equals, and its probability.
 
         Of a row with NaN or +inf among these, the probability is 0 or NaN.
         """
-        ...
 
     def repeat(
         self, key: Hashable, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
@@ -468,11 +409,9 @@ class Kernels(Protocol):
         address each time. `attentions` are those of `run`, which
         must leave its tensors alone but for kernels' own operations.
         """
-        ...
 
     def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks inside every layer's cache, for copy-on-write."""
-        ...
 
     def chain(
         self,
@@ -488,7 +427,6 @@ class Kernels(Protocol):
         There is at least one, but none where the kernels have no chains. Keys and values of all but the last are
         stored; their slots must follow one another. `run` gives the logits [T, V]; see repeat() for the rest.
         """
-        ...
 
 
 def check_heads(name: str, x: Tensor) -> None:

@@ -30,23 +30,9 @@ _WIDE_AT_ONCE = 8192  # rows of a weight of which there is a float32 copy at a t
 
 
 def check_unquantized(weight: Weight, kernels: str) -> None:
-    """Refuse what only the CPU's kernels have.
-
-    Raises:
-        ValueError: the weight is packed or to be rounded.
-    """
+    """Refuse what only the CPU's kernels have. Raises ValueError: the weight is packed or to be rounded."""
     if weight.format != "none":
         raise ValueError(f"the {kernels} kernels do not support weights in {weight.format}; use --device cpu")
-
-
-def check_unscaled(cache: LayerCache, kernels: str) -> None:
-    """Refuse a cache that only the CPU's kernels can fill and read.
-
-    Raises:
-        ValueError: it has scales.
-    """
-    if cache.key_scales is not None:
-        raise ValueError(f"the KV cache is int8, which the {kernels} kernels do not support; use --device cpu")
 
 
 class ReferenceLinear:
@@ -114,7 +100,6 @@ class ReferenceMixture:
         self.experts, self._counts = experts, counts
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """See Mixture."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         routed = chosen if shared is None else chosen[:, :-1]
         numbers, tokens_of = routed.unique(return_counts=True)
@@ -136,7 +121,6 @@ class ReferenceMixture:
 
 
 def forbid(x: Tensor, marked: Tensor) -> None:
-    """See Forbid."""
     rows, words = marked[:, 0], marked[:, 1:]
     places = torch.arange(32, dtype=torch.int32, device=x.device)
     allowed = (words.unsqueeze(-1) >> places) & 1
@@ -174,38 +158,31 @@ class TorchKernels:
         return ReferenceLinear(weight, bias, wide)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> Callable[[Tensor], Tensor]:
-        """See Kernels."""
         return ReferenceGatedLinear(self.linear(weight, bias), gate, self.apply_gate)
 
     def mixture(self, gate_up: Iterable[Product], down: Iterable[Product], count: int, gate: Gate = SILU) -> Mixture:
-        """See Kernels."""
         gated = [self.gated_linear(*each, gate) for each in gate_up]
         return ReferenceMixture(list(zip(gated, [self.linear(*each) for each in down], strict=True)), self._counts)
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
-        """See Kernels."""
         if isinstance(product, ReferenceGatedLinear):
             return TorchAdapted(product.linear, spec, rows, product.through)
         return TorchAdapted(product, spec, rows)
 
     def choose(self, dtype: torch.dtype, scheme: str) -> str:
-        """See Kernels."""
         return ""
 
     @property
     def named(self) -> dict[str, object]:
-        """See Kernels."""
         return {}
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
-        """See Kernels."""
         given = list(weights)
         for weight in given:
             check_unquantized(weight, self.name)
         return ReferenceHeadLinear(given)
 
     def join(self, first: Tensor, second: Tensor | None = None) -> Tensor:
-        """See Kernels."""
         return first.contiguous() if second is None else torch.cat([first, second], dim=2)
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
@@ -213,11 +190,9 @@ class TorchKernels:
         return []
 
     def routing_counts(self) -> RoutingCounts:
-        """See Kernels."""
         return replace(self._counts)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
-        """See Kernels."""
         return table.index_select(0, rows)
 
     def route(
@@ -238,19 +213,15 @@ class TorchKernels:
         return torch.cat([chosen, number], 1), torch.cat([weights, weight], 1)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-        """See Kernels."""
         return (x + residual).mul_(factor) if factor != 1.0 else x + residual
 
     def gated(self, x: Tensor, up: Tensor, gate: Gate) -> Tensor:
-        """See Kernels."""
         return self.apply_gate(torch.cat([x, up], 1), gate)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """See Kernels."""
         return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """See Kernels."""
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
     def convolve(
@@ -292,7 +263,9 @@ class TorchKernels:
         )
         head_of = torch.arange(heads, device=mixed.device)
         head_of = head_of % rule.key_heads if rule.by_turns else head_of * rule.key_heads // heads
-        query, key = (_l2_normalized(part)[:, head_of] for part in (query, key))
+        query, key = (
+            (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6))[:, head_of] for part in (query, key)
+        )
         writes, forgets = numbers.float().chunk(2, 1)
         writes, kept = writes.sigmoid(), torch.exp(-rule.rate * F.softplus(forgets + rule.offset))
         out = torch.empty_like(value)
@@ -358,7 +331,8 @@ class ReferenceKernels(TorchKernels):
 
     def store(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Write key and value [T, G, D] to slots [T] of the cache."""
-        check_unscaled(cache, self.name)
+        if cache.key_scales is not None:
+            raise ValueError(f"the KV cache is int8, which the {self.name} kernels do not support; use --device cpu")
         block_size = cache.keys.shape[2]
         block, offset = slots // block_size, slots % block_size
         if cache.keys.dtype == torch.float8_e4m3fn:  # whose numbers torch cannot index
@@ -431,10 +405,6 @@ def spans_of(step: StepGeometry) -> list[tuple[Span, dict[int, int]]]:
             copy = spans[at] if copy.further else Span(0, 0, 0, 0)
         found.append((span, keeps))
     return found
-
-
-def _l2_normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _gather(blocks: Tensor, table: Tensor, context_len: int) -> Tensor:

@@ -25,23 +25,16 @@ CODES = {"float4-weight-only": E2M1, "normal4-weight-only": NF4}
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Scales of numbers that are packed in groups of inputs. A weight is scale * factor * number - minimum * offset.
+    """Scales of numbers that are packed in groups of inputs. A weight is scale * factor * number - minimum * offset."""
 
-    Args:
-        size: inputs of a group, a multiple of 8.
-        factors, offsets: int8 [out, in / size].
-        scales: float32 [out, runs]; of `run` groups each, a power of two, or of all where there is one run.
-        minima: the same; None: they are the scales.
-        order: int32 [in], which input each column is multiplied with; None: its own.
-    """
-
-    size: int
+    size: int  # inputs of a group, a multiple of 8
+    # factors, offsets: int8 [out, in / size].
     factors: Tensor
     offsets: Tensor
-    scales: Tensor
+    scales: Tensor  # float32 [out, runs]; of `run` groups each, a power of two, or of all where there is one run
     run: int = 1
-    minima: Tensor | None = None
-    order: Tensor | None = None
+    minima: Tensor | None = None  # the same; None: they are the scales
+    order: Tensor | None = None  # int32 [in], which input each column is multiplied with; None: its own
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -51,26 +44,19 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix [out, in], and the scheme in which it is to be multiplied.
+    """A matrix [out, in], and the scheme in which it is to be multiplied."""
 
-    Args:
-        values: its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call
-            returns. Floating-point ones are rounded to the scheme; whole ones are packed, and have scales or groups.
-        scheme: one of QUANTIZATIONS, or one that some kernels have beside these.
-        scales: float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
-        groups: what packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
-            (int4-weight-only, and the schemes of CODES), int8 (int8-weight-only) or float8_e4m3fn
-            (float8-weight-only).
-        dtype: the dtype of what a packed weight is multiplied with; None: that of the values.
-        factor: what products are multiplied with, before a bias is added.
-    """
-
+    # Its numbers, handed over as one tensor; or its rows in parts, one under the other, lent until the call returns.
+    # Floating-point ones are rounded to the scheme; whole ones are packed, and have scales or groups.
     values: Tensor | list[Tensor]
-    scheme: str = "none"
+    scheme: str = "none"  # one of QUANTIZATIONS, or one that some kernels have beside these
+    # float32 [out, 1]: what 1 stands for in a row. None: values are not packed, or have groups.
     scales: Tensor | None = None
+    # What packed values stand for where groups of inputs differ; they are one tensor then, of uint8 below 16
+    # (int4-weight-only, and the schemes of CODES), int8 (int8-weight-only) or float8_e4m3fn (float8-weight-only).
     groups: Groups | None = None
-    dtype: torch.dtype | None = None
-    factor: float = 1.0
+    dtype: torch.dtype | None = None  # the dtype of what a packed weight is multiplied with; None: that of the values
+    factor: float = 1.0  # what products are multiplied with, before a bias is added
 
     @property
     def parts(self) -> list[Tensor]:
@@ -126,23 +112,16 @@ CLAMPED = Gate(slope=1.702, limit=7.0, shift=1.0)  # gpt-oss
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a router's logits become choices and weights of experts.
+    """How a router's logits become choices and weights of experts."""
 
-    Args:
-        sigmoid: an expert's score is the sigmoid of its logit; else they are a softmax over all experts.
-        bias: float32 [E], added to scores where they choose, and not where they weigh.
-        groups: parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those
-            of the greatest score, or with sigmoids of the greatest sum of two.
-        factor: the factor by which weights are multiplied.
-        gated: a shared expert has a logit of its own; else its weight is 1.
-    """
-
-    sigmoid: bool = False
-    bias: Tensor | None = None
+    sigmoid: bool = False  # an expert's score is the sigmoid of its logit; else they are a softmax over all experts
+    bias: Tensor | None = None  # float32 [E], added to scores where they choose, and not where they weigh
+    # Parts of as many experts each, one after the other, of which only `best_groups` are chosen from: those of the
+    # greatest score, or with sigmoids of the greatest sum of two.
     groups: int = 1
     best_groups: int = 1
-    factor: float = 1.0
-    gated: bool = True
+    factor: float = 1.0  # the factor by which weights are multiplied
+    gated: bool = True  # a shared expert has a logit of its own; else its weight is 1
 
 
 SOFTMAX = Scores()
@@ -150,18 +129,12 @@ SOFTMAX = Scores()
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """The parameters of a gated delta net beside its projections; all tensors are float32.
+    """The parameters of a gated delta net beside its projections; all tensors are float32."""
 
-    Args:
-        key_heads: heads of queries and keys; each is that of as many heads of values, H together.
-        by_turns: heads of values with the same keys are `key_heads` apart (GGUF), not beside each other.
-        rate, offset: [H]. A token's number a makes a head forget to exp(-rate * softplus(a + offset)).
-        norm: [value dimension], of each head's result.
-    """
-
-    key_heads: int
+    key_heads: int  # heads of queries and keys; each is that of as many heads of values, H together
+    # rate, offset: [H]. A token's number a makes a head forget to exp(-rate * softplus(a + offset)).
     rate: Tensor
     offset: Tensor
-    norm: Tensor
+    norm: Tensor  # [value dimension], of each head's result
     eps: float
-    by_turns: bool = False
+    by_turns: bool = False  # heads of values with the same keys are `key_heads` apart (GGUF), not beside each other

@@ -13,15 +13,7 @@ from headway.engine.libraries import load_libraries
 from headway.llm.asynchronous import AsyncLLM
 from headway.llm.batch import Batch, Call
 from headway.llm.beams import BeamSearchParams
-from headway.llm.requests import (
-    Collector,
-    CompletionOutput,
-    Front,
-    LoRARequest,
-    Message,
-    PromptType,
-    RequestOutput,
-)
+from headway.llm.requests import Collector, CompletionOutput, Front, LoRARequest, Message, PromptType, RequestOutput
 from headway.llm.vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,
@@ -119,9 +111,10 @@ class LLM:
         asked = [lora_request] * len(listed) if isinstance(lora_request, LoRARequest | None) else list(lora_request)
         if len(asked) != len(listed):
             raise ValueError(f"{len(listed)} prompts, but {len(asked)} lora_requests; give one, or one for each")
-        digests = [self._digest(each) if each is not None else "" for each in asked]
-        given = zip(listed, each, digests, strict=True)
-        collectors = [self._front.collector(p, s, service_class, None, digest) for p, s, digest in given]
+        collectors = [
+            self._front.collector(prompt, its, service_class, None, "" if adapter is None else self._digest(adapter))
+            for prompt, its, adapter in zip(listed, each, asked, strict=True)
+        ]
         self._run(collectors, use_progress)
         return [c.output for c in collectors]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from headway.policy.step.sampling_params import SamplingParams
 
@@ -21,13 +21,5 @@ class BeamSearchParams:
     @property
     def sampling_params(self) -> SamplingParams:
         """The same as parameters of a request. Raises InvalidParameter for a value out of range."""
-        return SamplingParams(
-            use_beam_search=True,
-            n=self.beam_width,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            stop_token_ids=self.stop_token_ids,
-            logprobs=0,
-        )
+        same = {each.name: getattr(self, each.name) for each in fields(self)}
+        return SamplingParams(use_beam_search=True, n=same.pop("beam_width"), logprobs=0, **same)

@@ -65,17 +65,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter in the host's memory.
+    """An adapter in the host's memory."""
 
-    Args:
-        digest: hexadecimal, of its weights and of the settings that change what it computes.
-        base: the model that it was trained on, as its config has it.
-        layers: by the decoder's name of the layer.
-    """
-
-    digest: str
-    base: str
-    layers: dict[str, LowRank]
+    digest: str  # hexadecimal, of its weights and of the settings that change what it computes
+    base: str  # the model that it was trained on, as its config has it
+    layers: dict[str, LowRank]  # by the decoder's name of the layer
 
     @property
     def rank(self) -> int:

@@ -14,10 +14,7 @@ from headway.cost.layers import CacheSpec, Experts, Latent, StateSpec
 from headway.kernels.adapters import AdaptableMixture
 from headway.kernels.interface import HeadLinear, Kernels, Linear
 from headway.kernels.weights import CLAMPED, GELU_TANH, SILU, DeltaRule, Product, Scores, Weight
-from headway.models.checkpoint import (
-    StageClock,
-    WeightSource,
-)
+from headway.models.checkpoint import StageClock, WeightSource
 from headway.models.config import ModelConfig, ModelError
 from headway.models.decoder import DenseMLP, MixtureMLP
 from headway.models.grouped import expanded, grouped_rows, stacked_groups, with_rows
@@ -58,14 +55,9 @@ class Assembler:
         clock: StageClock,
         quantization: str,
     ) -> None:
-        self._source = source
-        self._config = config
-        self._shapes = shapes
-        self._kernels = kernels
-        self._dtype = dtype
-        self._device = device
-        self._clock = clock
-        self._quantization = quantization
+        self._source, self._shapes, self._config = source, shapes, config
+        self._kernels, self._dtype, self._device = kernels, dtype, device
+        self._clock, self._quantization = clock, quantization
         self._placed: list[Placed] = []  # the products of the layer that is being made
         self._placed_experts: PlacedExperts | None = None  # and its mixture
 
@@ -163,6 +155,7 @@ class Assembler:
 
     def _attention(self, index: int, cache: CacheSpec) -> AttentionWeights:
         attention, shape = f"model.layers.{index}.self_attn", self._config.shape
+        ones = torch.ones(cache.value_dim, dtype=self._dtype, device=self._device)
         factor = 1.0 if self._config.traits.norms.attended else self._config.multipliers.added
         return AttentionWeights(
             qkv=self._qkv(index, cache),
@@ -173,7 +166,7 @@ class Assembler:
             rotated=self._config.rotated[index],
             norms_behind=self._config.traits.norms_behind,
             sinks=self._stack(f"{attention}.sinks", dtype=torch.float32) if shape.sinks else None,
-            value_norm=self._ones(cache.value_dim) if shape.kinds and cache.source is None else None,
+            value_norm=ones if shape.kinds and cache.source is None else None,
             projected_kv=projected_kv(shape, index),
         )
 
@@ -247,9 +240,6 @@ class Assembler:
         )
         o = self._linear(f"{block}.out_proj", factor=self._config.multipliers.added)
         return DeltaNet(self._kernels, projection, heads_projection, self._taps(f"{block}.conv1d"), rule, o)
-
-    def _ones(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def _taps(self, name: str) -> Tensor:
         """The taps of a convolution, [width, channels]."""
@@ -364,12 +354,7 @@ class Assembler:
     def _product(self, *layers: str, factor: float = 1.0) -> Product:
         """The matrices one under the other and their biases, times the factor."""
         weight, bias = (
-            self._centred(*layers)
-            if self._is_centred(*layers)
-            else (
-                self._weight(*layers),
-                self._bias(*layers),
-            )
+            self._centred(*layers) if self._is_centred(*layers) else (self._weight(*layers), self._bias(*layers))
         )
         if factor != 1.0:
             weight, bias = replace(weight, factor=factor), None if bias is None else bias * factor

@@ -77,15 +77,12 @@ class WeightSource(Protocol):
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """The tensor where it lies, good until the source is closed; None if none lies in memory in this dtype."""
-        ...
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, of the tensor's shape, any dtype and device."""
-        ...
 
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
         """The matrix of a linear layer that is packed in groups, to be multiplied in `dtype`; None if it is not."""
-        ...
 
 
 def has_tensor(folder: Path, name: str) -> bool:

@@ -17,15 +17,7 @@ from headway.cost.config import read_shape, text_part, without_head
 from headway.cost.layers import AttentionSinks, CacheSpec, Latent, StateSpec
 from headway.cost.shape import ModelShape
 from headway.cost.values import ConfigValues, ModelError
-from headway.models.families import (
-    ACTS,
-    ARCHITECTURES,
-    LACKING,
-    OTHER_PARTS,
-    PLAIN,
-    WITHIN,
-    Traits,
-)
+from headway.models.families import ACTS, ARCHITECTURES, LACKING, OTHER_PARTS, PLAIN, WITHIN, Traits
 from headway.models.quantization import PackedMatrices, read_packed
 from headway.models.rope_config import RopeConfig, read_rope, read_two_ropes, without_image_positions
 from headway.models.routing import Routing, read_routing
@@ -66,38 +58,25 @@ _NO_CAPS = SoftCaps()
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder.
+    """A decoder."""
 
-    Args:
-        shape: its sizes, the same that the cost model has.
-        caches: what each layer keeps of a token, or of a sequence.
-        routing: None where every layer has the plain feed-forward layer.
-        packed: the matrices that the checkpoint holds as whole numbers; None where there are none.
-        dtype: the checkpoint's own dtype by name, None where config.json does not say.
-        rms_norm_eps: the epsilon of norms, those of the residual stream apart (see `residual_eps`).
-        rotated: whether queries and keys have rotary positions, for each layer.
-        local_rope: the RoPE of layers with a window, where it is another one.
-        by_heads: what turns latents into keys and values is a matrix of each head, that of keys the other way round
-            (GGUF).
-        headless: the checkpoint has no output layer, so nothing can be generated.
-    """
-
-    shape: ModelShape
-    caches: tuple[CacheSpec | StateSpec, ...]
-    routing: Routing | None
-    packed: PackedMatrices | None
-    rms_norm_eps: float
+    shape: ModelShape  # its sizes, the same that the cost model has
+    caches: tuple[CacheSpec | StateSpec, ...]  # what each layer keeps of a token, or of a sequence
+    routing: Routing | None  # None where every layer has the plain feed-forward layer
+    packed: PackedMatrices | None  # the matrices that the checkpoint holds as whole numbers; None where there are none
+    rms_norm_eps: float  # the epsilon of norms, those of the residual stream apart (see `residual_eps`)
     rope: RopeConfig
-    dtype: str | None
-    rotated: tuple[bool, ...]
+    dtype: str | None  # the checkpoint's own dtype by name, None where config.json does not say
+    rotated: tuple[bool, ...]  # whether queries and keys have rotary positions, for each layer
     traits: Traits = PLAIN
     multipliers: Multipliers = Multipliers()
-    local_rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None  # the RoPE of layers with a window, where it is another one
     softcaps: SoftCaps = _NO_CAPS
     left_out: tuple[str, ...] = ()
+    # What turns latents into keys and values is a matrix of each head, that of keys the other way round (GGUF).
     by_heads: bool = False
     heads_by_turns: bool = False
-    headless: bool = False
+    headless: bool = False  # the checkpoint has no output layer, so nothing can be generated
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

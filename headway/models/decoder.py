@@ -49,23 +49,15 @@ class DenseMLP:
 
 @dataclass(slots=True)
 class MixtureMLP:
-    """Experts of which each token goes through some, and where there is a shared one, through that one too.
-
-    Args:
-        router: rows of the experts, then one of the shared expert if it is gated.
-        per_token: experts that are chosen for a token.
-        normalized: their weights sum to 1.
-        shared: the one that every token goes through; None where there is none.
-        scores: what logits of the router become.
-    """
+    """Experts of which each token goes through some, and where there is a shared one, through that one too."""
 
     kernels: Kernels
-    router: Linear
+    router: Linear  # rows of the experts, then one of the shared expert if it is gated
     experts: Mixture
-    per_token: int
-    normalized: bool
-    shared: DenseMLP | None
-    scores: Scores = SOFTMAX
+    per_token: int  # experts that are chosen for a token
+    normalized: bool  # their weights sum to 1
+    shared: DenseMLP | None  # the one that every token goes through; None where there is none
+    scores: Scores = SOFTMAX  # what logits of the router become
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""

@@ -58,15 +58,12 @@ class EagleInputs(HeadInputs):
         self._model, self._embedding, self._norm, self._projection, self._eps = model, embedding, norm, projection, eps
 
     def kept(self, hidden: Tensor) -> Tensor:
-        """See HeadInputs."""
         return torch.cat(self._model.tapped, 1)
 
     def read(self, kept: Tensor) -> Tensor:
-        """See HeadInputs."""
         return self._projection(kept)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """See HeadInputs."""
         self.tokens = self.kernels.rms_norm(self._embedding(token_ids), self._norm, self._eps)
         hidden = self.given(len(token_ids))[:, None]
         return self.kernels.join(hidden, hidden[..., :0])[:, 0]  # a copy
@@ -84,7 +81,6 @@ class _Beside:
         return self._product(self._inputs.kernels.join(self._inputs.tokens[:, None], x[:, None])[:, 0])
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """See Linear."""
         return self._product.rows(numbers)
 
 

@@ -28,41 +28,30 @@ _GLM4_NORMS = NormNames(attended="post_self_attn_layernorm", mlp_out="post_mlp_l
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The names of a family's tensors, and the traits of its layers that are not sizes.
-
-    Args:
-        gate: what the gate of a feed-forward layer does: silu, gelu_tanh, or clamped, as gpt-oss's experts have it.
-        act, eps: the keys of the gate's name, and of the norms' epsilon.
-        fused: tensors that hold the rows of several projections: qkv_proj, gate_up_proj.
-        norm_offset: how much more the weights of norms are than what is stored.
-        stored: parts of tensors' names as the decoder has them, and as the checkpoint does.
-        unused: how names of tensors begin that the decoder does not need.
-        turns_neighbours: rotation takes neighbours in queries and keys together, not the halves of what is rotated.
-        within: the checkpoint has parts that read images too.
-        norms_behind: queries and keys are normed behind their rotation.
-        inputs_first: stacked experts are stored as [E, in, out].
-        centred: norms subtract the mean. All that is added to the residual stream gets a mean of 0 while loading, so
-            that the norms need not.
-        beside: attention and the feed-forward layer read the same, and are added together.
-        local_theta: the key of the theta of layers with a window, where these have their own positions.
-        defaults: what the architecture assumes for keys that only the decoder reads.
-    """
+    """The names of a family's tensors, and the traits of its layers that are not sizes."""
 
     norms: NormNames = _PLAIN_NORMS
+    # What the gate of a feed-forward layer does: silu, gelu_tanh, or clamped, as gpt-oss's experts have it.
     gate: str = "silu"
+    # act, eps: the keys of the gate's name, and of the norms' epsilon.
     act: str = "hidden_act"
     eps: str = "rms_norm_eps"
-    fused: tuple[str, ...] = ()
-    norm_offset: float = 0.0
+    fused: tuple[str, ...] = ()  # tensors that hold the rows of several projections: qkv_proj, gate_up_proj
+    norm_offset: float = 0.0  # how much more the weights of norms are than what is stored
+    # Parts of tensors' names as the decoder has them, and as the checkpoint does.
     stored: tuple[tuple[str, str], ...] = ()
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # how names of tensors begin that the decoder does not need
+    # Rotation takes neighbours in queries and keys together, not the halves of what is rotated.
     turns_neighbours: bool = False
-    within: bool = False
-    norms_behind: bool = False
-    inputs_first: bool = False
+    within: bool = False  # the checkpoint has parts that read images too
+    norms_behind: bool = False  # queries and keys are normed behind their rotation
+    inputs_first: bool = False  # stacked experts are stored as [E, in, out]
+    # Norms subtract the mean. All that is added to the residual stream gets a mean of 0 while loading, so that the
+    # norms need not.
     centred: bool = False
-    beside: bool = False
-    local_theta: str | None = None
+    beside: bool = False  # attention and the feed-forward layer read the same, and are added together
+    local_theta: str | None = None  # the key of the theta of layers with a window, where these have their own positions
+    # What the architecture assumes for keys that only the decoder reads.
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
@@ -172,10 +161,7 @@ ARCHITECTURES: dict[str, Traits] = {
     ),
     "GraniteMoeHybridForCausalLM": Traits(
         fused=("gate_up_proj",),
-        stored=(
-            (".mlp.gate_up_proj.", ".shared_mlp.input_linear."),
-            (".mlp.down_proj.", ".shared_mlp.output_linear."),
-        ),
+        stored=((".mlp.gate_up_proj.", ".shared_mlp.input_linear."), (".mlp.down_proj.", ".shared_mlp.output_linear.")),
     ),
     "Phi3ForCausalLM": Traits(fused=("qkv_proj", "gate_up_proj")),
     "SmolLM3ForCausalLM": Traits(),

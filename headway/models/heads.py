@@ -34,21 +34,15 @@ REPEATED = 64  # results of steps of up to so many tokens are read at the same a
 
 
 class _Names(NamedTuple):
-    """Names of a head's tensors beside those of its layer.
+    """Names of a head's tensors beside those of its layer."""
 
-    Args:
-        layer: what the checkpoint calls the layer; its number is that behind the decoder's last.
-        is_normed: the result is normed before the head reads it again, and not only before the output layer.
-        hidden_first: the projection reads the result before the token, and not behind it.
-    """
-
-    layer: str
+    layer: str  # what the checkpoint calls the layer; its number is that behind the decoder's last
     token_norm: str
     hidden_norm: str
     projection: str
     norm: str
-    is_normed: bool
-    hidden_first: bool = False
+    is_normed: bool  # the result is normed before the head reads it again, and not only before the output layer
+    hidden_first: bool = False  # the projection reads the result before the token, and not behind it
 
 
 _FURTHER_LAYER = _Names("{}", "{}.enorm", "{}.hnorm", "{}.eh_proj", "{}.shared_head.norm", is_normed=False)
@@ -130,7 +124,6 @@ class MtpInputs(HeadInputs):
         self._hidden_first = hidden_first
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """See HeadInputs."""
         kernels, (of_tokens, of_hidden) = self.kernels, self._norms
         tokens = kernels.rms_norm(self._embedding(token_ids), of_tokens, self._eps)
         hidden = kernels.rms_norm(self.given(len(token_ids)), of_hidden, self._eps)
@@ -150,7 +143,6 @@ class NormedHead:
         return self._head(self._kernels.rms_norm(x, self._norm, self._eps))
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """See Linear."""
         return self._head.rows(numbers)
 
 

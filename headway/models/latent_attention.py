@@ -22,20 +22,13 @@ _EPS = 1e-6  # the epsilon of its two norms, whatever config.json says of others
 
 @dataclass(slots=True)
 class LatentWeights:
-    """Symbols: C the rank of latents, R the dimensions with positions, N those of a head without, V of its values.
+    """Symbols: C the rank of latents, R the dimensions with positions, N those of a head without, V of its values."""
 
-    Args:
-        lowered: hidden -> queries or, with a norm of them, what they are made of; then the latent, and R.
-        query_norm: the norm of what queries are made of; None where they are made at once.
-        raised: what queries are made of -> queries: N of all heads, then R of all heads. None likewise.
-        latent_norm: [C].
-        to_keys, to_values: the products of each head, N -> C and C -> V.
-    """
-
-    lowered: Linear
-    query_norm: Tensor | None
-    raised: Linear | None
-    latent_norm: Tensor
+    lowered: Linear  # hidden -> queries or, with a norm of them, what they are made of; then the latent, and R
+    query_norm: Tensor | None  # the norm of what queries are made of; None where they are made at once
+    raised: Linear | None  # what queries are made of -> queries: N of all heads, then R of all heads. None likewise.
+    latent_norm: Tensor  # [C]
+    # to_keys, to_values: the products of each head, N -> C and C -> V.
     to_keys: HeadLinear
     to_values: HeadLinear
     o: Callable[[Tensor], Tensor]

@@ -13,20 +13,13 @@ from headway.kernels.weights import GELU_TANH
 
 @dataclass(slots=True)
 class LayerInputs:
-    """The input that layers get of a token beside the residual stream.
-
-    Args:
-        table: rows of a second embedding, [T] int64 -> [T, layers * width].
-        projection: the product of the first embedding.
-        norm: [width], of each layer's part of that, divided by what the table is to be multiplied with.
-        eps: the epsilon of the norm.
-    """
+    """The input that layers get of a token beside the residual stream."""
 
     kernels: Kernels
-    table: Callable[[Tensor], Tensor]
-    projection: Linear
-    norm: Tensor
-    eps: float
+    table: Callable[[Tensor], Tensor]  # rows of a second embedding, [T] int64 -> [T, layers * width]
+    projection: Linear  # the product of the first embedding
+    norm: Tensor  # [width], of each layer's part of that, divided by what the table is to be multiplied with
+    eps: float  # the epsilon of the norm
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [T] int64 and their first embedding [T, hidden] -> [T, layers, width]."""
@@ -37,15 +30,11 @@ class LayerInputs:
 
 @dataclass(slots=True)
 class LayerEnd:
-    """Behind the feed-forward layer: what the layer's input adds to the residual stream, which is then scaled.
-
-    Args:
-        gate, projection, norm: the layers of the input; None where there is none.
-        scalar: what the residual stream is multiplied with.
-    """
+    """Behind the feed-forward layer: what the layer's input adds to the residual stream, which is then scaled."""
 
     kernels: Kernels
-    scalar: float
+    scalar: float  # what the residual stream is multiplied with
+    # gate, projection, norm: the layers of the input; None where there is none.
     gate: Linear | None = None
     projection: Linear | None = None
     norm: Tensor | None = None
@@ -65,22 +54,16 @@ class LayerEnd:
 
 @dataclass(slots=True)
 class MLPBesideExperts:
-    """A plain feed-forward layer and experts beside it, with norms around both; its input is the residual stream.
-
-    Args:
-        norms: [hidden] each: before the plain layer and behind it, before the experts and behind them.
-        router_norm: [hidden], before the router.
-        eps: the epsilon of the norms behind; `residual_eps`: of those before.
-    """
+    """A plain feed-forward layer and experts beside it, with norms around both; its input is the residual stream."""
 
     kernels: Kernels
     dense: Callable[[Tensor], Tensor]
     router: Linear
     experts: Mixture
     per_token: int
-    norms: tuple[Tensor, ...]
-    router_norm: Tensor
-    eps: float
+    norms: tuple[Tensor, ...]  # [hidden] each: before the plain layer and behind it, before the experts and behind them
+    router_norm: Tensor  # [hidden], before the router
+    eps: float  # the epsilon of the norms behind; `residual_eps`: of those before
     residual_eps: float
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -34,10 +34,7 @@ from headway.models.gguf.checkpoint import GGUFCheckpoint
 from headway.models.gguf.config import gguf_files
 from headway.models.quantization import EMBEDDING
 from headway.models.sharding import divided
-from headway.models.tensors import (
-    Shapes,
-    expected_tensors,
-)
+from headway.models.tensors import Shapes, expected_tensors
 from headway.models.weights import DecoderWeights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

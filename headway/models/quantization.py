@@ -35,34 +35,24 @@ _ROW_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy":
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """Which matrices a checkpoint holds packed, and how.
+    """Which matrices a checkpoint holds packed, and how."""
 
-    Args:
-        scheme: int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are
-            packed; int4, of whose row all scales are whole multiples of one; or int4-weight-only, int8-weight-only,
-            float8-weight-only, float4-weight-only or normal4-weight-only in groups.
-        ignored: names of the layers that are not packed; "re:" begins an expression that matches the start of names.
-        layout: that of tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte),
-            fp8, nvfp4, nvfp4-modelopt, mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts.
-        group_size: inputs that share a scale; None: all of a row.
-        zero_points: there are some.
-        nested: scales are packed themselves.
-        ordered: groups are of inputs that a tensor names.
-        block_rows: rows that share a scale; 0: all of a matrix.
-        scale: what its tensor is called.
-        method: one of FORMATS, as the checkpoint says.
-    """
-
+    # int8 or int8-weight-only with a scale for each row; gguf, whose tensors say themselves how they are packed; int4,
+    # of whose row all scales are whole multiples of one; or int4-weight-only, int8-weight-only, float8-weight-only,
+    # float4-weight-only or normal4-weight-only in groups.
     scheme: str
+    # Names of the layers that are not packed; "re:" begins an expression that matches the start of names.
     ignored: tuple[str, ...] = ()
+    # That of tensors: rows, gguf, awq, gptq, gptq_v2, pack-quantized, int-quantized (four bits in a byte), fp8, nvfp4,
+    # nvfp4-modelopt, mxfp4-packed, nf4, fp4 and llm.int8 (of bitsandbytes), or mxfp4, of experts.
     layout: str = "rows"
-    group_size: int | None = None
-    zero_points: bool = False
-    ordered: bool = False
-    nested: bool = False
-    block_rows: int = 1
-    scale: str = "weight_scale"
-    method: str = field(default="", compare=False)
+    group_size: int | None = None  # inputs that share a scale; None: all of a row
+    zero_points: bool = False  # there are some
+    ordered: bool = False  # groups are of inputs that a tensor names
+    nested: bool = False  # scales are packed themselves
+    block_rows: int = 1  # rows that share a scale; 0: all of a matrix
+    scale: str = "weight_scale"  # what its tensor is called
+    method: str = field(default="", compare=False)  # one of FORMATS, as the checkpoint says
 
     @property
     def in_groups(self) -> bool:

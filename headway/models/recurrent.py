@@ -13,18 +13,12 @@ from headway.kernels.weights import DeltaRule
 
 @dataclass(slots=True)
 class DeltaNet:
-    """Gated DeltaNet (Yang et al., 2024): a short convolution, then a matrix for each head that tokens write and read.
-
-    Args:
-        projection: rows of queries, keys and values, which are convolved, then of the gate of the result.
-        heads_projection: the product of each head's two numbers, first how much a token writes for all heads.
-        taps: [width, channels] float32, of the convolution.
-    """
+    """Gated DeltaNet (Yang et al., 2024): a short convolution, then each head's matrix, which tokens write and read."""
 
     kernels: Kernels
-    projection: Linear
-    heads_projection: Linear
-    taps: Tensor
+    projection: Linear  # rows of queries, keys and values, which are convolved, then of the gate of the result
+    heads_projection: Linear  # the product of each head's two numbers, first how much a token writes for all heads
+    taps: Tensor  # [width, channels] float32, of the convolution
     rule: DeltaRule
     o: Callable[[Tensor], Tensor]
 
@@ -39,18 +33,12 @@ class DeltaNet:
 
 @dataclass(slots=True)
 class ShortConvolution:
-    """LFM2's: a gate, a convolution of each channel, and another gate.
-
-    Args:
-        projection: rows of the gate before, of the gate behind, and of what is convolved.
-        taps: [width, channels] float32.
-        bias: [channels] float32.
-    """
+    """LFM2's: a gate, a convolution of each channel, and another gate."""
 
     kernels: Kernels
-    projection: Linear
-    taps: Tensor
-    bias: Tensor | None
+    projection: Linear  # rows of the gate before, of the gate behind, and of what is convolved
+    taps: Tensor  # [width, channels] float32
+    bias: Tensor | None  # [channels] float32
     o: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor, state: LayerState, step: StepGeometry) -> Tensor:

@@ -43,37 +43,26 @@ _KEYS: dict[str, set[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding of one model.
+    """Rotary position embedding of one model."""
 
-    Args:
-        kind: default, linear, dynamic, llama3, yarn, longrope or proportional.
-        dim: dimensions of a head that are rotated, even, at most head_dim.
-        still: pairs of them, the last, that stay as they are (proportional).
-        factor: how much longer the context is than in training; 1 for default.
-        original_max_position: tokens of context in training (llama3, yarn, longrope), or up to which nothing is
-            scaled (dynamic).
-        attention_factor: multiplies both tables (yarn, longrope).
-        depth_factor: multiplies queries and keys of latent attention, all of them (yarn's mscale_all_dim).
-        query_growth: queries at position p are multiplied with 1 + query_growth * ln(1 + p // original_max_position)
-            (Ministral 3).
-        short_factors, long_factors: what each pair's frequency is divided by, for a context of up to
-            original_max_position and for a longer one (longrope).
-    """
-
-    kind: str
+    kind: str  # default, linear, dynamic, llama3, yarn, longrope or proportional
     theta: float
-    dim: int
-    factor: float = 1.0
+    dim: int  # dimensions of a head that are rotated, even, at most head_dim
+    factor: float = 1.0  # how much longer the context is than in training; 1 for default
+    # Tokens of context in training (llama3, yarn, longrope), or up to which nothing is scaled (dynamic).
     original_max_position: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
-    attention_factor: float = 1.0
-    depth_factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies both tables (yarn, longrope)
+    depth_factor: float = 1.0  # multiplies queries and keys of latent attention, all of them (yarn's mscale_all_dim)
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    still: int = 0
+    still: int = 0  # pairs of them, the last, that stay as they are (proportional)
+    # Queries at position p are multiplied with 1 + query_growth * ln(1 + p // original_max_position) (Ministral 3).
     query_growth: float = 0.0
+    # short_factors, long_factors: what each pair's frequency is divided by, for a context of up to
+    # original_max_position and for a longer one (longrope).
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 

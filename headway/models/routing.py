@@ -23,32 +23,23 @@ _SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens find their experts, of which `ModelShape.experts` has the sizes.
+    """How tokens find their experts, of which `ModelShape.experts` has the sizes."""
 
-    Args:
-        layers: numbers of the layers that have experts.
-        normalized: the weights of a token's experts are divided by their sum.
-        block: what a checkpoint calls the mixture within its layer.
-        parts: what it calls the gate, up and down projection of an expert.
-        by_turns: the experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
-        shared: what it calls the expert that every token goes through.
-        bias: what it calls the numbers that are added to scores to choose.
-        beside: norms are around the experts, and around what every token goes through (Gemma 4).
-        sigmoid, groups, best_groups, factor: see `kernels.weights.Scores`.
-    """
-
-    layers: tuple[int, ...]
-    normalized: bool
-    block: str = "mlp"
+    layers: tuple[int, ...]  # numbers of the layers that have experts
+    normalized: bool  # the weights of a token's experts are divided by their sum
+    block: str = "mlp"  # what a checkpoint calls the mixture within its layer
+    # What it calls the gate, up and down projection of an expert.
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # The experts of a layer are one tensor, inputs before outputs, gate and up outputs by turns (gpt-oss).
     by_turns: bool = False
-    shared: str = "shared_expert"
-    bias: str | None = None
+    shared: str = "shared_expert"  # what it calls the expert that every token goes through
+    bias: str | None = None  # what it calls the numbers that are added to scores to choose
+    # sigmoid, groups, best_groups, factor: see `kernels.weights.Scores`.
     sigmoid: bool = False
     groups: int = 1
     best_groups: int = 1
     factor: float = 1.0
-    beside: bool = False
+    beside: bool = False  # norms are around the experts, and around what every token goes through (Gemma 4)
 
 
 def read_routing(values: ConfigValues, experts: Experts) -> Routing:

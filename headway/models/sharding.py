@@ -260,7 +260,6 @@ class _SummedMixture:
         self._experts, self._ranks = experts, ranks
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """See Mixture."""
         return self._ranks.summed_layer(lambda rows: self._experts(rows, chosen, weights, shared), 2)(x)
 
 
@@ -287,12 +286,10 @@ class PartSource(Part):
         self.shapes = {name: shape for name, shape in self.shapes.items() if not name.startswith(left_out)}
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """See WeightSource."""
         lent = self._source.lend(self.stored(name), dtype)
         return None if lent is None else self._cut(name, lent)
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """See WeightSource."""
         stored = self.stored(name)
         is_whole = self._whole_experts and ".experts." in name
         if name.endswith(_AFTER_SUM) and self._number > 0 and not is_whole:
@@ -310,11 +307,7 @@ class PartSource(Part):
         out.copy_(self._cut(name, whole))
 
     def packed(self, layer: str, dtype: torch.dtype) -> Weight | None:
-        """See WeightSource. All of the matrix is read.
-
-        Raises:
-            ModelError: a part would begin or end within a group.
-        """
+        """See WeightSource. All of the matrix is read. Raises ModelError: a part would begin or end within a group."""
         stored = self.stored(f"{layer}.").removesuffix(".")
         weight = self._source.packed(stored, dtype)
         if weight is None:

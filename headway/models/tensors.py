@@ -24,19 +24,12 @@ STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 class MixtureNames(NamedTuple):
-    """Names of the linear layers of a mixture of experts.
+    """Names of the linear layers of a mixture of experts."""
 
-    Args:
-        block: what the mixture is called.
-        router: what makes the logits of the experts, and of the shared one where there is one.
-        experts: those to choose from; none where they are stacked.
-        shared: the one that every token goes through.
-    """
-
-    block: str
-    router: tuple[str, ...]
-    experts: tuple[Parts, ...]
-    shared: Parts | None
+    block: str  # what the mixture is called
+    router: tuple[str, ...]  # what makes the logits of the experts, and of the shared one where there is one
+    experts: tuple[Parts, ...]  # those to choose from; none where they are stacked
+    shared: Parts | None  # the one that every token goes through
 
 
 def dense_names(block: str, fused: Sequence[str] = ()) -> Parts:

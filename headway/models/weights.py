@@ -41,34 +41,22 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class Placed:
-    """A product as it was made of a checkpoint's layers: what adapters of these must know.
-
-    Args:
-        layers: the names of the layers whose rows are one under the other in it.
-        rows: int64, which of these rows each of its outputs is; None: they are in their order.
-        factor: what it was multiplied with.
-        centred: each input's outputs have a mean of 0.
-    """
+    """A product as it was made of a checkpoint's layers: what adapters of these must know."""
 
     product: Callable[..., Tensor]
-    layers: tuple[str, ...]
-    rows: Tensor | None = None
-    factor: float = 1.0
-    centred: bool = False
+    layers: tuple[str, ...]  # the names of the layers whose rows are one under the other in it
+    rows: Tensor | None = None  # int64, which of these rows each of its outputs is; None: they are in their order
+    factor: float = 1.0  # what it was multiplied with
+    centred: bool = False  # each input's outputs have a mean of 0
 
 
 @dataclass(slots=True)
 class PlacedExperts:
-    """A mixture as it was made of a checkpoint's layers.
-
-    Args:
-        layers: the names of each expert's layers, of gate, up and down.
-        factors: what each expert's down was multiplied with.
-    """
+    """A mixture as it was made of a checkpoint's layers."""
 
     mixture: AdaptableMixture
-    layers: tuple[tuple[str, ...], ...]
-    factors: list[float]
+    layers: tuple[tuple[str, ...], ...]  # the names of each expert's layers, of gate, up and down
+    factors: list[float]  # what each expert's down was multiplied with
 
 
 @dataclass(slots=True)
@@ -89,17 +77,11 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class Shared:
-    """What is known of a model of which this process has a part.
+    """What is known of a model of which this process has a part."""
 
-    Args:
-        part: says which part of each tensor.
-        layers: this process's own, which ask no other rank.
-        join: makes layers that ask the other ranks of such layers.
-    """
-
-    part: Part
-    layers: list[LayerWeights]
-    join: Callable[[list[LayerWeights]], list[LayerWeights]]
+    part: Part  # says which part of each tensor
+    layers: list[LayerWeights]  # this process's own, which ask no other rank
+    join: Callable[[list[LayerWeights]], list[LayerWeights]]  # makes layers that ask the other ranks of such layers
 
 
 @dataclass(slots=True)

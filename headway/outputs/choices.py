@@ -26,21 +26,16 @@ class TokenizedPrompt:
 
 @dataclass(slots=True)
 class Piece:
-    """What one output of the engine added to a choice.
-
-    Args:
-        logprobs: one for each of token_ids.
-        offsets: where the text of each token begins in the text of the choice; only with logprobs.
-        events: what the text amounts to, where the answer is parsed.
-    """
+    """What one output of the engine added to a choice."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids
+    # Where the text of each token begins in the text of the choice; only with logprobs.
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    events: Sequence[Event] = ()
+    events: Sequence[Event] = ()  # what the text amounts to, where the answer is parsed
 
 
 class TokenText(Protocol):
@@ -76,19 +71,14 @@ class Choice:
 
     A choice that ends with a stop string is finished for the client first; then the engine has to be told.
     `stop_reason` is the stop string or the stop token that ended it, None for the model's eos.
-
-    Args:
-        tokenizer: None for a choice without text.
-        eos_token_ids: they end it, unless the parameters ignore them.
-        shown: special tokens that are part of its text in any case.
     """
 
     index: int
     prompt: TokenizedPrompt
     params: SamplingParams
-    tokenizer: Tokenizer | None
-    eos_token_ids: Collection[int]
-    shown: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None  # None for a choice without text
+    eos_token_ids: Collection[int]  # they end it, unless the parameters ignore them
+    shown: frozenset[int] = frozenset()  # special tokens that are part of its text in any case
     num_tokens: int = 0
     cached_tokens: int = 0
     drafts: int = 0  # that were tried for it

@@ -47,10 +47,8 @@ class TakenApart:
         return (matrix.T if self._inputs_first else matrix)[rows]
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """See WeightSource."""
         mapped = self.stored(name)
         return mapped if mapped.dtype == dtype else None
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """See WeightSource."""
         out.copy_(self.stored(name).view(out.shape))

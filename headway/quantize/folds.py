@@ -13,16 +13,11 @@ from headway.models.tensors import Shapes, attention_names, dense_names, mixture
 
 @dataclass(frozen=True, slots=True)
 class Feeder:
-    """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads.
-
-    Args:
-        first: the first of the rows.
-        heads: heads that the rows are of, each as long; inputs have `times` heads for each.
-    """
+    """Rows of a layer that another one's inputs are proportional to: an input for each of `times` rows' heads."""
 
     layer: str
-    first: int
-    heads: int
+    first: int  # the first of the rows
+    heads: int  # heads that the rows are of, each as long; inputs have `times` heads for each
     times: int
 
     def alike(self, inputs: Tensor) -> Tensor:

@@ -35,58 +35,39 @@ _SEED = 1_000_000  # of the texts that the model writes: others than quantising 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is loaded.
+    """What is loaded."""
 
-    Args:
-        label: its name in the table.
-        model: folder of the checkpoint.
-        kv_heads: None for those of the checkpoint.
-    """
-
-    label: str
-    model: str
+    label: str  # its name in the table
+    model: str  # folder of the checkpoint
     quantization: str
     kv_cache_dtype: str
-    kv_heads: int | None = None
+    kv_heads: int | None = None  # None for those of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question with an answer.
+    """A question with an answer."""
 
-    Args:
-        prompt: token ids.
-        choices: token ids of the answers to choose from; none where the answer is to be written.
-        answer: place of the right choice; or the text that is to be written.
-    """
-
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids
+    # Token ids of the answers to choose from; none where the answer is to be written.
     choices: tuple[tuple[int, ...], ...]
-    answer: int | str
+    answer: int | str  # place of the right choice; or the text that is to be written
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of a setting.
-
-    Args:
-        perplexity: over all windows.
-        change: of the perplexity, relative to the first setting, which rounds nothing.
-        standard_error: of `change`, over windows.
-        top1: share of tokens that are the likeliest by the model.
-        solved: share of the tasks.
-        decode, prefill: tokens/s of one sequence, and of the windows' prompts; None where speed was not measured.
-    """
+    """What was measured of a setting."""
 
     label: str
     quantization: str
     kv_cache_dtype: str
     kv_heads: int | None
-    perplexity: float
-    change: float
-    standard_error: float
-    top1: float
-    solved: float
+    perplexity: float  # over all windows
+    change: float  # of the perplexity, relative to the first setting, which rounds nothing
+    standard_error: float  # of `change`, over windows
+    top1: float  # share of tokens that are the likeliest by the model
+    solved: float  # share of the tasks
+    # decode, prefill: tokens/s of one sequence, and of the windows' prompts; None where speed was not measured.
     decode: float | None = None
     prefill: float | None = None
 

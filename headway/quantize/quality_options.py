@@ -34,8 +34,7 @@ class QualityOptions:
     """
 
     model: Annotated[
-        str | None,
-        Flag("Folder of a checkpoint, or a Hugging Face id. Default: the bundled model.", positional=True),
+        str | None, Flag("Folder of a checkpoint, or a Hugging Face id. Default: the bundled model.", positional=True)
     ] = None
     text: Annotated[
         Path | None,

@@ -23,18 +23,12 @@ _BLOCK = 128  # columns that GPTQ corrects one by one, before it corrects all th
 
 @dataclass(slots=True)
 class Rounded:
-    """A matrix as it is stored: scale * (code - zero point).
+    """A matrix as it is stored: scale * (code - zero point)."""
 
-    Args:
-        codes: [out, in]: int8, float8_e4m3fn, or the numbers of e2m1 as float32.
-        scales: [out, groups], in the dtype of the checkpoint; of e2m1 as float32.
-        zeros: int8, the same; None where all are 0.
-        of_all: what scales were multiplied with to be stored as e4m3 [1]; None where they are stored as they are.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
+    codes: Tensor  # [out, in]: int8, float8_e4m3fn, or the numbers of e2m1 as float32
+    scales: Tensor  # [out, groups], in the dtype of the checkpoint; of e2m1 as float32
+    zeros: Tensor | None  # int8, the same; None where all are 0
+    # What scales were multiplied with to be stored as e4m3 [1]; None where they are stored as they are.
     of_all: Tensor | None = None
 
     @property

@@ -12,22 +12,14 @@ METHODS = ("rtn", "awq", "gptq")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How matrices are rounded, and in which of compressed-tensors' formats they are written.
-
-    Args:
-        bits: the bits of a weight.
-        group_size: inputs that share a scale; None: all of a row.
-        symmetric: there are no zero points.
-        floats: weights become e4m3 or, of four bits, e2m1, and not whole numbers.
-        activations: servers that can do so round activations too, to 8 bits, each token by itself.
-    """
+    """How matrices are rounded, and in which of compressed-tensors' formats they are written."""
 
     name: str
-    bits: int
-    group_size: int | None = None
-    symmetric: bool = True
-    floats: bool = False
-    activations: bool = False
+    bits: int  # the bits of a weight
+    group_size: int | None = None  # inputs that share a scale; None: all of a row
+    symmetric: bool = True  # there are no zero points
+    floats: bool = False  # weights become e4m3 or, of four bits, e2m1, and not whole numbers
+    activations: bool = False  # servers that can do so round activations too, to 8 bits, each token by itself
 
     @property
     def format(self) -> str:
@@ -61,16 +53,13 @@ class Scheme:
 class Recipe:
     """A scheme, and how weights are rounded to it: one of METHODS.
 
-    Args:
-        act_order: gptq rounds the weights of the largest inputs first.
-
     Raises:
         ValueError: the method does not fit the scheme.
     """
 
     scheme: Scheme
     method: str = "rtn"
-    act_order: bool = True
+    act_order: bool = True  # gptq rounds the weights of the largest inputs first
 
     def __post_init__(self) -> None:
         if self.scheme.floats and self.method != "rtn":

@@ -32,11 +32,9 @@ class NamedWeights:
         return names
 
     def lend(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """See WeightSource."""
         return self._checkpoint.lend(name, dtype)
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """See WeightSource."""
         self._checkpoint.copy_into(name, out)
 
     def packed(self, layer: str, dtype: torch.dtype) -> None:
@@ -96,7 +94,6 @@ class WatchedKernels(ReferenceKernels):
         return self._made(weight, bias, None)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, gate: Gate = SILU) -> WatchedLinear:
-        """See Kernels."""
         return self._made(weight, bias, lambda product: self.apply_gate(product, gate))
 
     def head_linear(self, weights: Iterable[Weight], count: int) -> HeadLinear:
@@ -114,13 +111,11 @@ class WatchedKernels(ReferenceKernels):
         state: LayerState,
         step: StepGeometry,
     ) -> Tensor:
-        """See Kernels."""
         return self._quick.convolve(x, gates, taps, bias, state, step).clone()
 
     def delta_rule(
         self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
     ) -> Tensor:
-        """See Kernels."""
         return self._quick.delta_rule(mixed, gate, numbers, rule, state, step).clone()
 
     @cached_property

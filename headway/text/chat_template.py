@@ -27,17 +27,11 @@ _CONTINUE_HERE = "\u2063continue\u2063here\u2063"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A template of templates/.
+    """A template of templates/."""
 
-    Args:
-        tokens: what it writes; a vocabulary that has all of them is of this family.
-        ends: the token that ends an answer, where it is not the tokenizer's eos_token.
-        by_pieces: the vocabulary is SentencePiece's; None where it does not matter.
-    """
-
-    tokens: tuple[str, ...] = ()
-    ends: str | None = None
-    by_pieces: bool | None = None
+    tokens: tuple[str, ...] = ()  # what it writes; a vocabulary that has all of them is of this family
+    ends: str | None = None  # the token that ends an answer, where it is not the tokenizer's eos_token
+    by_pieces: bool | None = None  # the vocabulary is SentencePiece's; None where it does not matter
 
 
 _SYSTEM_PROMPT = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from typing import Protocol
 
 from headway.text.stop_strings import StopMatcher
 from headway.text.tokenizer import Tokenizer
@@ -12,12 +11,6 @@ from headway.text.tokenizer import Tokenizer
 CONTEXT_TOKENS = 6
 # An unfinished character is at most three byte tokens; more pending than this is not text and is let go.
 MAX_PENDING_TOKENS = 16
-
-
-class _Decoder(Protocol):
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class _ByteDecoder:
@@ -102,7 +95,7 @@ class Detokenizer:
     ) -> None:
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         skipped = skipped - shown if shown else skipped
-        self._decoder: _Decoder = (
+        self._decoder = (
             _ByteDecoder(tokenizer, skipped)
             if tokenizer.is_byte_level
             else _WindowDecoder(tokenizer, skipped, context or [])

@@ -28,8 +28,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def bytes_of(token: str, is_byte_level: bool) -> bytes:
     """The bytes that a token of the vocabulary stands for, from how tokenizer.json writes it."""
     if is_byte_level:
-        values = [BYTE_OF.get(character) for character in token]
-        return token.encode() if None in values else bytes(value for value in values if value is not None)
+        return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= {*token} else token.encode()
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -43,28 +42,21 @@ BYTE_OF = _byte_level_alphabet()
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Encodes and decodes with one checkpoint's vocabulary.
-
-    Attributes:
-        vocab_size: ids below this are known to the model (its embedding may be larger than the tokenizer's list).
-        eos_token_ids: every id that ends a text, from generation_config.json, config.json and the tokenizer's own.
-        special_tokens: name, as bos_token, to its text.
-        config: tokenizer_config.json; generation_config: generation_config.json, or {}.
-        is_byte_level: tokens are byte strings, so text can be decoded byte by byte.
-        longest_token: characters of a text that one token stands for at most; None where that is not known.
-        left_out: texts of added tokens that the model has no row for. They are read as any other text.
-    """
+    """Encodes and decodes with one checkpoint's vocabulary."""
 
     backend: tokenizers.Tokenizer
     folder: Path
-    vocab_size: int
+    vocab_size: int  # ids below this are known to the model (its embedding may be larger than the tokenizer's list)
+    # Every id that ends a text, from generation_config.json, config.json and the tokenizer's own.
     eos_token_ids: list[int]
-    special_tokens: dict[str, str]
+    special_tokens: dict[str, str]  # name, as bos_token, to its text
     special_ids: frozenset[int]
-    config: dict[str, Any]
+    config: dict[str, Any]  # tokenizer_config.json; generation_config: generation_config.json, or {}
     generation_config: dict[str, Any]
-    is_byte_level: bool
+    is_byte_level: bool  # tokens are byte strings, so text can be decoded byte by byte
+    # Characters of a text that one token stands for at most; None where that is not known.
     longest_token: int | None = None
+    # Texts of added tokens that the model has no row for. They are read as any other text.
     left_out: tuple[str, ...] = ()
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
@@ -127,8 +119,8 @@ class Tokenizer:
 
     def _with_stated_bos(self, text: str, ids: list[int]) -> list[int]:
         """tokenizer_config.json's add_bos_token, where it is stated, wins over tokenizer.json's post-processor."""
-        bos, wants_bos = self.bos_token_id, self.config.get("add_bos_token")
-        if bos is None or not isinstance(wants_bos, bool):
+        wants_bos = self.config.get("add_bos_token")
+        if not isinstance(wants_bos, bool) or (bos := self.bos_token_id) is None:
             return ids
         has_bos = ids[:1] == [bos] and not text.startswith(self.special_tokens["bos_token"])
         if wants_bos == has_bos:
@@ -147,12 +139,9 @@ class Tokenizer:
         """The bytes that one token stands for; empty for an id that the tokenizer has no token for."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._bytes_of(token_id)
+            token = self.backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else bytes_of(token, self.is_byte_level)
         return known
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self.backend.id_to_token(token_id)
-        return b"" if token is None else bytes_of(token, self.is_byte_level)
 
     def token_text(self, token_id: int) -> str:
         """A token as a string of its own; `bytes:\\xe2\\x82` when it is only part of a character."""

@@ -17,7 +17,7 @@ from headway.bundled import STORY
 from headway.engine import build
 from headway.engine.ahead import StepsAhead
 from headway.engine.config import EngineConfig
-from headway.engine.core import EngineCore, StepsInOrder
+from headway.engine.core import EngineCore
 from headway.engine.draws import UNDECIDED
 from headway.engine.launched import ComputedStep
 from headway.engine.messages import AddRequest, SequenceOutput
@@ -264,7 +264,7 @@ def test_who_submits_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want
             kv_cache_memory=1 << 20, max_model_len=64, num_threads=1,
         )
     )  # fmt: skip
-    assert type(engine.core.steps) is (StepsAhead if wanted else StepsInOrder)
+    assert isinstance(engine.core.steps, StepsAhead) == wanted
 
 
 @pytest.mark.gpu
@@ -276,7 +276,7 @@ def test_on_a_gpu_answers_are_those_of_steps_in_order(tmp_path: Path, eager: boo
             folder, skip_tokenizer_init=True, dtype="float32", load_format="dummy", device="cuda", max_num_seqs=8,
             kv_cache_memory=8 << 20, enforce_eager=eager, async_scheduling=ahead,
         )  # fmt: skip
-        assert type(llm.engine.core.steps) is (StepsAhead if ahead else StepsInOrder)
+        assert isinstance(llm.engine.core.steps, StepsAhead) == ahead
         answers.append(serve(llm.engine.core, requests(stops)))
         stops = stops or stop_tokens(answers[0])
     assert answers[2] == answers[1]

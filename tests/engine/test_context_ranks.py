@@ -69,7 +69,7 @@ def build(folders: Callable[[str], Path]) -> Build:
         options |= {"num_threads": max(2, ranks), "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 16}
         llm = LLM(str(folders(family)), context_parallel_size=ranks, **(options | settings))
         if ranks > 1:
-            executor_of(llm).shares = Always(ranks, llm.engine.block_size)
+            executor_of(llm).shares = Always(ranks, llm.engine.ready.block_size)
         return llm
 
     return make

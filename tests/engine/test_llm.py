@@ -198,7 +198,7 @@ def test_prompts_of_a_batch_hold_up_as_they_like_unless_bounded(llm: LLM, folder
 
 def test_the_context_shrinks_to_the_pool_when_none_was_asked_for(folder: Path) -> None:
     llm = LLM(str(folder), **(ENGINE | {"kv_cache_memory": 512 * 64}))
-    assert llm.engine.max_model_len == 64
+    assert llm.engine.ready.max_model_len == 64
 
 
 async def test_async_llm_streams_and_stops(folder: Path, llm: LLM) -> None:

@@ -75,7 +75,7 @@ def test_a_cache_of_8_bits_has_room_for_more(tmp_path: Path, dtype: str, element
     assert narrow.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
     assert float8.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16)
     engines = plain, narrow, float8
-    assert [engine.kv_cache_dtype for engine in engines] == [dtype, "int8", "float8_e4m3fn"]
+    assert [engine.ready.kv_cache_dtype for engine in engines] == [dtype, "int8", "float8_e4m3fn"]
     for engine in engines:
         held = sum(t.numel() * t.element_size() for cache in engine.runner.caches for t in cache.tensors)
         assert 0.98 * 2**20 < held <= 2**20

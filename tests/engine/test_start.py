@@ -65,7 +65,7 @@ def test_the_import_is_the_first_stage() -> None:
     engine = start_engine(bundled(), lambda stage, ns: heard.append((stage, ns)))
     stages = [(stage, ns) for stage, ns in heard if not stage.startswith("compiling CPU kernels")]
     assert [stage for stage, _ in stages] == BUILT
-    assert engine.startup_ns == dict(stages)
+    assert engine.ready.startup_ns == dict(stages)
     assert len(run(engine, "a", 5, 0.0)) == 4
 
 

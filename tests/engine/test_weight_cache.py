@@ -62,7 +62,7 @@ def answer(model: Path, **settings: object) -> tuple[list[float], bool]:
     """Log-probabilities of some tokens, and whether the weights came from the cache."""
     options = {"device": "cpu", "num_threads": 2, "kv_cache_memory": 1 << 22, "max_model_len": 64, **settings}
     engine = start_engine(EngineConfig(str(model), **options))
-    return answer_of(engine), "weight_cache" in engine.startup_ns
+    return answer_of(engine), "weight_cache" in engine.ready.startup_ns
 
 
 def answer_of(engine: LoadedEngine) -> list[float]:

@@ -396,7 +396,6 @@ class _Strips:
         self.address = self._record.data_ptr()
 
     def room(self, rows: int) -> Tensor:
-        """See Beside."""
         return self._team.empty((self._splits, rows, self._parts * self._rank), torch.float32)
 
     def write(self, slot: int, down: Tensor, up: Tensor) -> None:

@@ -94,23 +94,14 @@ def _is_widened(kind: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The layout of one kind.
+    """The layout of one kind."""
 
-    Args:
-        stored: what is read of sixteen rows at a time.
-        words: words of activations that a step is multiplied with; it is the least that is stored of a row.
-        inputs: weights of a row in one word.
-        integer: whether sums are int32, to be scaled.
-        lane_bytes: bytes that a step takes of one row.
-        offset: how much more than the weight is multiplied.
-    """
-
-    stored: Any
-    words: int
-    inputs: int
-    integer: bool
-    lane_bytes: int
-    offset: int = 0
+    stored: Any  # what is read of sixteen rows at a time
+    words: int  # words of activations that a step is multiplied with; it is the least that is stored of a row
+    inputs: int  # weights of a row in one word
+    integer: bool  # whether sums are int32, to be scaled
+    lane_bytes: int  # bytes that a step takes of one row
+    offset: int = 0  # how much more than the weight is multiplied
 
 
 _HALVES, _HALF_WORDS = ir.VectorType(F16, LANES), ir.VectorType(I16, LANES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class AttentionPlan:
         cut = _Cut(step, max(1, _TILE_QUERIES // self._group), self._window, self._threads)
         self._partial_rows = cut.rows
         cut.tiles.sort(key=lambda tile: tile[2] * (tile[5] - tile[4]), reverse=True)
-        most_rows = self._group * max((tile[2] for tile in cut.tiles), default=0)
+        most_rows = self._group * max(map(itemgetter(2), cut.tiles), default=0)
         numbers = [len(cut.tiles), most_rows, len(cut.merges)]
         lists = HEADER_WORDS + len(cut.tiles) * ITEM_WORDS + len(cut.merges) * MERGE_WORDS
         for *words, listed in cut.tiles:

@@ -67,15 +67,10 @@ _WORDS, _PANELS, _ROUNDS, _SECONDS = 128, 32, 10, 0.0005
 
 
 class Way(NamedTuple):
-    """How a product is computed.
+    """How a product is computed."""
 
-    Args:
-        kind: the kind of its arithmetic; see cpu_arithmetic.
-        least_on_tiles: tokens from which on it is on matrix tiles; 0: never.
-    """
-
-    kind: Any
-    least_on_tiles: int = 0
+    kind: Any  # the kind of its arithmetic; see cpu_arithmetic
+    least_on_tiles: int = 0  # tokens from which on it is on matrix tiles; 0: never
 
 
 Rates = dict[str, dict[int, float]]  # GFLOP/s of one thread, by way and tokens
@@ -104,19 +99,12 @@ def ways_of(product: str, tiles: bool) -> dict[str, Way]:
 
 @dataclass
 class Choice:
-    """The ways that this process takes.
+    """The ways that this process takes."""
 
-    Args:
-        tiles: whether it has matrix tiles.
-        path: where results of measurements are kept; None measures nothing.
-        names: the names of the ways that are settled, by product.
-        rates: the rates that were measured, by product.
-    """
-
-    tiles: bool = False
-    path: Path | None = None
-    names: dict[str, str] = field(default_factory=dict)
-    rates: dict[str, Rates] = field(default_factory=dict)
+    tiles: bool = False  # whether it has matrix tiles
+    path: Path | None = None  # where results of measurements are kept; None measures nothing
+    names: dict[str, str] = field(default_factory=dict)  # the names of the ways that are settled, by product
+    rates: dict[str, Rates] = field(default_factory=dict)  # the rates that were measured, by product
 
     def way(self, kind: Any, product: str = "") -> Way:
         """The way of a kind of weights, or of another product with numbers of this kind."""

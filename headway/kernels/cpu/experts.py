@@ -229,7 +229,6 @@ class PackedExperts:
         return out
 
     def adapted(self, specs: Sequence[AdapterSpec], rows: AdapterRows) -> AdaptedMixture:
-        """See AdaptableMixture."""
         from headway.kernels.cpu.adapters import AdaptedLinear
 
         pairs = zip((self.gate_up, self.down), specs, strict=True)
@@ -244,7 +243,6 @@ class AdaptedExperts(PackedExperts):
         self.gate_up, self.down = self._adapted = products
 
     def write(self, slot: int, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See AdaptedMixture."""
         for product, (down, up) in zip(self._adapted, matrices, strict=True):
             product.write(slot, down, up)
 

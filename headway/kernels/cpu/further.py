@@ -1,4 +1,4 @@
-"""Operations that only some models or steps have: experts, heads with matrices, recurrent layers, drafts, ranks."""
+"""What only some models or steps need: experts, heads with matrices, recurrent layers, drafts, ranks. And choices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headway.kernels.cpu import experts as cpu_experts
 from headway.kernels.cpu import recurrent as cpu_recurrent
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu import sampling as cpu_sampling
+from headway.kernels.cpu.arithmetic import ALL_KINDS
 from headway.kernels.cpu.choice import Choice
 from headway.kernels.cpu.experts import HeadPlan, PackedHeads
 from headway.kernels.cpu.linear import PackedLinear
@@ -25,6 +26,7 @@ from headway.kernels.interface import (
     Forbid,
     HeadLinear,
     KernelTime,
+    LayerCache,
     LayerState,
     Mixture,
     RoutingCounts,
@@ -52,6 +54,24 @@ class FurtherKernels:
         self._counts = np.zeros(4, np.int64)  # the fields of RoutingCounts
         self._head_plans: dict[tuple[int, ...], HeadPlan] = {}
 
+    def choose(self, dtype: torch.dtype, scheme: str) -> str:
+        products = [*(("bfloat16", "attention") if dtype is torch.bfloat16 else ()), scheme]
+        if scheme == "int4":  # the head has 8 bits
+            products.append("int8")
+        chosen = {product: self._choice.name(product) for product in products if self._choice.is_open(product)}
+        return ", ".join(f"{product} {name}" for product, name in chosen.items())
+
+    @property
+    def named(self) -> dict[str, object]:
+        kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
+        return {
+            f"cpu kernels, tiles: {self._choice.tiles}": self,
+            "team": self._team,
+            "counts": self._counts,
+            "choice": self._choice,
+            **kinds,
+        }
+
     def _packed(
         self, products: Iterable[Product], gate: Gate | None = None, count: int = 1, wide: bool = False
     ) -> PackedLinear:
@@ -63,7 +83,6 @@ class FurtherKernels:
         return cpu_experts.PackedExperts(*packed, count, self._team, self._counts)
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
-        """See Kernels."""
         from headway.kernels.cpu.adapters import AdaptedLinear
 
         assert isinstance(product, PackedLinear), "linear and gated layers are packed here"
@@ -168,7 +187,6 @@ class FurtherKernels:
     def route(
         self, logits: Tensor, per_token: int, normalized: bool, shared: bool, scores: Scores = SOFTMAX
     ) -> tuple[Tensor, Tensor]:
-        """See Kernels."""
         logits = logits.contiguous()
         rows, columns = logits.shape
         width = per_token + shared
@@ -189,7 +207,6 @@ class FurtherKernels:
         return forbid
 
     def likeliest(self, logits: Tensor, size: int) -> tuple[list[float], list[int]]:
-        """See Kernels."""
         count = len(logits)
         tokens, masses = np.zeros(count, np.int64), np.full(count, np.inf)
         self.write_likeliest(logits.contiguous(), size, tokens, masses)
@@ -207,10 +224,20 @@ class FurtherKernels:
         self._team.share(code, cpu_sampling.LIKELIEST_ROWS, count, work, arguments)
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Kernels."""
         if wanted is not None:
             self._team.time_jobs(wanted)
         return self._team.times
+
+    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
+        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
+
+        A block at a time, which torch copies on this thread: its indexing would wait for OpenMP's others.
+        """
+        for cache in caches:
+            for blocks in cache.tensors:
+                copies = [blocks[source].clone() for source in sources]
+                for target, copy in zip(targets, copies, strict=True):
+                    blocks[target].copy_(copy)
 
     def ranks(
         self,

@@ -62,15 +62,7 @@ from headway.kernels.cpu.ir import (
 )
 from headway.kernels.cpu.jobs import arg, job, once_per_kind, take_rows
 from headway.kernels.cpu.panels import tiles_of
-from headway.kernels.cpu.simd import (
-    FLOAT32,
-    exponential_of_two,
-    load,
-    read_byte,
-    read_int32,
-    read_int64,
-    store,
-)
+from headway.kernels.cpu.simd import FLOAT32, exponential_of_two, load, read_byte, read_int32, read_int64, store
 from headway.kernels.weights import NF4, Groups
 
 HEADER_BYTES = 2  # the bytes of two factors, for a row and group

@@ -15,7 +15,7 @@ from headway.kernels.cpu import attention as cpu_attention
 from headway.kernels.cpu import cache as cpu_cache
 from headway.kernels.cpu import rows as cpu_rows
 from headway.kernels.cpu import sampling as cpu_sampling
-from headway.kernels.cpu.arithmetic import ALL_KINDS, FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
+from headway.kernels.cpu.arithmetic import FLOAT8, FLOAT8_UNIT, WIDE_INT8, arithmetic_of
 from headway.kernels.cpu.attention_plan import AttentionPlan
 from headway.kernels.cpu.cache import is_arranged
 from headway.kernels.cpu.chain import MOST_GROWING, MOST_ROWS, Chains
@@ -26,15 +26,7 @@ from headway.kernels.cpu.matrix import STEP_WORDS, configurations
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.simd import BFLOAT16, KINDS
 from headway.kernels.cpu.team import Program, Team
-from headway.kernels.interface import (
-    AttentionShape,
-    Chain,
-    LayerCache,
-    Linear,
-    SinkQueries,
-    StepGeometry,
-    check_heads,
-)
+from headway.kernels.interface import AttentionShape, Chain, LayerCache, Linear, SinkQueries, StepGeometry, check_heads
 from headway.kernels.weights import SILU, Gate, Weight
 
 # Steps that are kept as programs; each has a different number of tokens.
@@ -69,26 +61,6 @@ class CpuKernels(FurtherKernels):
         self._attending: dict[tuple[torch.dtype, torch.dtype], tuple[int, bool]] = {}
         self._drawing = np.empty(0, np.uint8)  # memory of the rows that are drawn at once
         self._chains: Chains | None = None
-
-    def choose(self, dtype: torch.dtype, scheme: str) -> str:
-        """See Kernels."""
-        products = [*(("bfloat16", "attention") if dtype is torch.bfloat16 else ()), scheme]
-        if scheme == "int4":  # the head has 8 bits
-            products.append("int8")
-        chosen = {product: self._choice.name(product) for product in products if self._choice.is_open(product)}
-        return ", ".join(f"{product} {name}" for product, name in chosen.items())
-
-    @property
-    def named(self) -> dict[str, object]:
-        """See Kernels."""
-        kinds = {f"kind {type(kind).__name__}": kind for kind in ALL_KINDS}
-        return {
-            f"cpu kernels, tiles: {self._choice.tiles}": self,
-            "team": self._team,
-            "counts": self._counts,
-            "choice": self._choice,
-            **kinds,
-        }
 
     def linear(self, weight: Weight, bias: Tensor | None, wide: bool = False) -> Linear:
         """Pack weight [out, in]; its memory is not needed afterwards."""
@@ -178,7 +150,7 @@ class CpuKernels(FurtherKernels):
         inner, outer_stride, inner_stride = 1, width, 0
         if x.dim() == 3:
             inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
-        weight = _match(weight, x)
+        weight = weight.to(x.dtype)
         out = self._team.empty(tuple(x.shape), x.dtype)
         arguments = (
             x.data_ptr(), outer_stride, inner, inner_stride, width, weight.data_ptr(), out.data_ptr(), eps,
@@ -188,7 +160,7 @@ class CpuKernels(FurtherKernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), in the memory of x and residual."""
-        x, residual, weight = x.contiguous(), residual.contiguous(), _match(weight, x)
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.to(x.dtype)
         width = x.shape[-1]
         arguments = (x.data_ptr(), residual.data_ptr(), width, weight.data_ptr(), eps)
         rows = x.numel() // width
@@ -265,7 +237,6 @@ class CpuKernels(FurtherKernels):
         return cpu_attention.attend_job(KINDS[dtype], way.kind, on_tiles), on_tiles
 
     def draw(self, logits: Tensor, rows: NDArray[np.void]) -> list[int]:
-        """See Draw."""
         logits = logits.contiguous()
         count, size = logits.shape
         each = cpu_sampling.row_memory(size)
@@ -280,17 +251,6 @@ class CpuKernels(FurtherKernels):
         code = cpu_sampling.draw_job(KINDS[logits.dtype])
         self._team.share(code, cpu_sampling.DRAW_ROWS, count, logits.numel() if count > 1 else 0, arguments)
         return tokens.tolist()  # type: ignore[no-any-return]
-
-    def copy_blocks(self, caches: list[LayerCache], sources: list[int], targets: list[int]) -> None:
-        """Block sources[i] of every layer is copied to block targets[i]; all reads come before all writes.
-
-        A block at a time, which torch copies on this thread: its indexing would wait for OpenMP's others.
-        """
-        for cache in caches:
-            for blocks in cache.tensors:
-                copies = [blocks[source].clone() for source in sources]
-                for target, copy in zip(targets, copies, strict=True):
-                    blocks[target].copy_(copy)
 
 
 def _start(name: str, x: Tensor) -> tuple[int, int]:
@@ -327,7 +287,3 @@ def _sink_queries(first: SinkQueries | None) -> tuple[int, int, int]:
         return 0, 0, 0
     check_heads("query of sinks", first.rows)
     return first.rows.data_ptr(), first.rows.stride(0), first.num_keys
-
-
-def _match(weight: Tensor, x: Tensor) -> Tensor:
-    return weight if weight.dtype == x.dtype else weight.to(x.dtype)

@@ -38,7 +38,6 @@ class Beside(Protocol):
 
     def room(self, rows: int) -> Tensor:
         """Memory for a step of so many rows."""
-        ...
 
 
 class PackedLinear(PackedWeight):
@@ -53,11 +52,6 @@ class PackedLinear(PackedWeight):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of x's dtype or wide."""
         return self._product(x, x.shape[0], 0, False)
-
-    @property
-    def gate_address(self) -> int:
-        """Where the gate's numbers are; 0 without a gate."""
-        return 0 if self._gate is None else self._gate.data_ptr()
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write the sums of x [T, in] to out [T, out] float32, strided along T or not, unrounded."""
@@ -87,6 +81,7 @@ class PackedLinear(PackedWeight):
         if self.adapters is not None:
             room = self.adapters.room(rows)
             beside = self.adapters.address, room.data_ptr()
+        gate = WIDE if wide else 0 if self._gate is None else self._gate.data_ptr()
         # The rows are cut into pieces, so that sums stay in cache and every thread has work.
         wanted = -(-_ITEMS_PER_THREAD * self._team.threads // self._panels)
         pieces = max(-(-rows // MOST_ROWS), min(wanted, rows // _LEAST_TOKENS), 1)
@@ -96,7 +91,7 @@ class PackedLinear(PackedWeight):
             made_ready.data_ptr() if len(made_ready) else 0, self._x_bytes, self._x_stride, self._padded, self._inputs,
             self._packed.data_ptr(), self._words, block, self._step_bytes,
             self._row_scales.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
-            out.stride(0) << FEATURE_BITS | out.shape[1], WIDE if wide else self.gate_address, plan, int(gathers),
+            out.stride(0) << FEATURE_BITS | out.shape[1], gate, plan, int(gathers),
             *more, self._tiles, *beside,
         )  # fmt: skip
         self._team.run(self._code, PRODUCT, arguments)

@@ -27,12 +27,7 @@ from headway.kernels.cpu.arithmetic import (
     arithmetic_of,
 )
 from headway.kernels.cpu.choice import Choice, choice_for
-from headway.kernels.cpu.groups import (
-    GroupedPanels,
-    group_bytes,
-    pack_groups,
-    stacked_panels,
-)
+from headway.kernels.cpu.groups import GroupedPanels, group_bytes, pack_groups, stacked_panels
 from headway.kernels.cpu.matrix import ON_TILES, SPLIT, STEP_WORDS, configurations
 from headway.kernels.cpu.memory import LargePages
 from headway.kernels.cpu.packing import PACK, pack_job, pack_nibbles

@@ -20,15 +20,7 @@ from torch import Tensor
 
 from headway.kernels.cpu.compile import compiled, external
 from headway.kernels.cpu.jobs import LINE, arg, job, once_per_kind
-from headway.kernels.cpu.rank_board import (
-    AWAITS,
-    EPOCH,
-    LINES,
-    MET,
-    MOST_RANKS,
-    RankBoard,
-    word_of,
-)
+from headway.kernels.cpu.rank_board import AWAITS, EPOCH, LINES, MET, MOST_RANKS, RankBoard, word_of
 from headway.kernels.cpu.ranks import CpuRanks
 from headway.kernels.cpu.simd import add_to, read_int64, read_shared, write_integer, write_shared
 from headway.kernels.cpu.team import Team
@@ -293,11 +285,9 @@ class LinkedRanks(CpuRanks):
 
     @property
     def lost(self) -> list[int]:
-        """See CpuRanks."""
         return self._links.lost
 
     def meet(self, written: Tensor | None = None, for_first: bool = False) -> None:
-        """See CpuRanks."""
         if not self._meets_elsewhere:
             return super().meet()
         piece = 0, 0, 0, 0

@@ -236,21 +236,17 @@ class CpuRanks:
         return []
 
     def summed(self, linear: Any, place: int) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         assert isinstance(linear, PackedLinear)
         return _Summed(self, place, linear.into, torch.float32)
 
     def summed_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         return _Summed(self, place, lambda x, out: self.copy(layer(x), out), None)
 
     def part(self, linear: Any, place: int) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         assert isinstance(linear, PackedLinear)
         return _Summed(self, place, linear.into, torch.float32).part
 
     def part_of_layer(self, layer: Callable[[Tensor], Tensor], place: int) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         return _Summed(self, place, lambda x, out: self.copy(layer(x), out), None).part
 
     def joined(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
@@ -282,7 +278,6 @@ class CpuRanks:
         return join
 
     def rms_norm(self, place: int) -> RMSNorm:
-        """See Ranks."""
 
         def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             tokens, width, kind = len(x), x.shape[-1], KINDS[x.dtype]
@@ -297,14 +292,12 @@ class CpuRanks:
         return norm
 
     def dealt(self, experts: Any, count: int) -> Any:
-        """See Ranks."""
         assert isinstance(experts, PackedExperts)
         _, each = experts.here
         experts.of_all, experts.here = count, (self.number * each, each)
         return experts
 
     def hand_on(self, residual: Tensor) -> None:
-        """See Ranks."""
         own = self._board.number
         for piece in residual.split(self.rows_at_once):
             self._await(own - self.count, RECEIVED, HANDED_ON, 0)
@@ -313,7 +306,6 @@ class CpuRanks:
             self._count(HANDED_ON, own - self.count, place)
 
     def received(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         before = self._board.number + self.count
 
         def receive(ids: Tensor) -> Tensor:
@@ -327,7 +319,6 @@ class CpuRanks:
         return receive
 
     def embedding(self, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """See Ranks."""
         start, end = part_of_vocabulary(self._vocab, self.number, self.count)
 
         def embed(ids: Tensor) -> Tensor:
@@ -339,7 +330,6 @@ class CpuRanks:
         return _Embedding(self, embed)
 
     def head(self, linear: Any) -> Any:
-        """See Ranks."""
         assert isinstance(linear, PackedLinear)
         return _Head(self, linear, self._board, self._vocab)
 

@@ -15,14 +15,7 @@ import numpy as np
 
 from headway.kernels.cpu.compile import compiled
 from headway.kernels.cpu.jobs import arg, job, once_per_kind, real_arg, take_rows
-from headway.kernels.cpu.simd import (
-    FLOAT32,
-    copy_element,
-    exponential_of_two,
-    load,
-    read_int64,
-    store,
-)
+from headway.kernels.cpu.simd import FLOAT32, copy_element, exponential_of_two, load, read_int64, store
 
 # Sums may be reordered into vectors; NaN and infinity keep their meaning.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}

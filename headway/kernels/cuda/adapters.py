@@ -127,7 +127,6 @@ class AdaptedLinear:
         self._split_inputs = triton.cdiv(per_split, _INPUTS) * _INPUTS
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Adapted."""
         out, slots, rows, parts = self._linear(x), self._slots, self._rows, self._parts
         x, count = x if x.stride(-1) == 1 else x.contiguous(), len(x)
         segments, width = rows.segments_of(count), parts * slots.rank
@@ -146,6 +145,5 @@ class AdaptedLinear:
         return out if self._behind is None else self._behind(out)
 
     def write(self, slot: int, down: Tensor, up: Tensor) -> None:
-        """See Adapted."""
         moved = up if self._order is None else up[:, self._order.to(up.device)]
         self._slots.write(slot, down, moved, self._up[slot])

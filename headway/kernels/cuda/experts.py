@@ -120,7 +120,6 @@ class CudaMixture:
         self._count, self._gate, self._multiprocessors, self._seen = count, gate, multiprocessors, seen
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """See Mixture."""
         tokens, visits = len(x), chosen.shape[1] - (shared is not None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if tokens == 0:

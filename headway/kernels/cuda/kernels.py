@@ -94,7 +94,6 @@ class CudaKernels(TorchKernels):
         return PackedLinear((weight, bias), gate, self._multiprocessors)
 
     def adapted(self, product: Callable[[Tensor], Tensor], spec: AdapterSpec, rows: AdapterRows) -> Adapted:
-        """See Kernels."""
         if isinstance(product, ReferenceGatedLinear):
             return AdaptedLinear(product.linear, spec, rows, product.through)
         if not isinstance(product, PackedLinear) or (gate := product.gate) is None:
@@ -127,7 +126,6 @@ class CudaKernels(TorchKernels):
         return self._seen.counts()
 
     def timed(self, wanted: bool | None) -> list[KernelTime]:
-        """See Kernels."""
         if wanted and self._times is None:
             from headway.kernels.cuda.times import KernelTimes  # torch's profiler is large
 
@@ -247,13 +245,11 @@ class CudaKernels(TorchKernels):
         state: LayerState,
         step: StepGeometry,
     ) -> Tensor:
-        """See Kernels."""
         return cuda_recurrent.convolve(x, gates, taps, bias, state, step)
 
     def delta_rule(
         self, mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
     ) -> Tensor:
-        """See Kernels."""
         return cuda_recurrent.delta_rule(mixed, gate, numbers, rule, state, step)
 
     def repeat(

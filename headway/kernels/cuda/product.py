@@ -257,19 +257,12 @@ def add_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Rows of a product and the matrices that they go to.
+    """Rows of a product and the matrices that they go to."""
 
-    Args:
-        experts: int64 [rows], of each row.
-        counts: int32 [E], rows of each expert; None of a single token.
-        places: int32 [E, most], the rows of each expert.
-        share: rows that follow each other and have the same input.
-    """
-
-    experts: Tensor
-    counts: Tensor | None
-    places: Tensor | None
-    share: int
+    experts: Tensor  # int64 [rows], of each row
+    counts: Tensor | None  # int32 [E], rows of each expert; None of a single token
+    places: Tensor | None  # int32 [E, most], the rows of each expert
+    share: int  # rows that follow each other and have the same input
 
 
 def tile_sizes(rows: int, itemsize: int) -> tuple[int, int, int]:

@@ -156,7 +156,6 @@ def convolve(
     x: Tensor, gates: tuple[Tensor, Tensor] | None, taps: Tensor, bias: Tensor | None, state: LayerState,
     step: StepGeometry,
 ) -> Tensor:  # fmt: skip
-    """See Kernels."""
     width, channels = taps.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     before, behind = gates or (None, None)
@@ -170,7 +169,6 @@ def convolve(
 def delta_rule(
     mixed: Tensor, gate: Tensor, numbers: Tensor, rule: DeltaRule, state: LayerState, step: StepGeometry
 ) -> Tensor:
-    """See Kernels."""
     matrices = state.matrices
     if matrices is None:
         raise ValueError("a layer whose state has no matrices has no delta rule")

@@ -25,20 +25,14 @@ _PARTS = {theirs: ours for ours, theirs in TENSORS.items()}
 
 @dataclass(frozen=True, slots=True)
 class GGUFAdapter:
-    """What a file has.
+    """What a file has."""
 
-    Args:
-        alpha: the scale is this by the rank, or 1 where it is 0.
-        base: the model that it was trained on, as the file names it.
-        layers: A and B by the name of the base model's layer. What the base model has not comes under a name that a
-            checkpoint could have.
-        content: of the whole file.
-    """
-
-    alpha: float
-    base: str
+    alpha: float  # the scale is this by the rank, or 1 where it is 0
+    base: str  # the model that it was trained on, as the file names it
+    # A and B by the name of the base model's layer. What the base model has not comes under a name that a checkpoint
+    # could have.
     layers: dict[str, dict[str, Tensor]]
-    content: bytes
+    content: bytes  # of the whole file
 
 
 def read_gguf_adapter(path: Path, layers: Iterable[str], heads: Mapping[str, int]) -> GGUFAdapter:

@@ -84,11 +84,7 @@ class GGUFCheckpoint:
             return self._plain(name)
 
     def copy_into(self, name: str, out: Tensor) -> None:
-        """Fill `out` with a tensor that is plain.
-
-        Raises:
-            ModelError: it is packed.
-        """
+        """Fill `out` with a tensor that is plain. Raises ModelError: it is packed."""
         tensor = self._tensors[name]
         if tensor.kind not in PLAIN:
             raise ModelError(f"{tensor.path}: {name} is stored as {tensor.kind}, where plain numbers are needed")

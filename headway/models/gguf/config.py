@@ -185,11 +185,7 @@ _VERSION = 3  # version of what is written into a folder
 
 
 def config_of(model: GGUFModel) -> dict[str, Any]:
-    """config.json of a GGUF file.
-
-    Raises:
-        ModelError: its architecture is not supported, or a key is missing.
-    """
+    """config.json of a GGUF file. Raises ModelError: its architecture is not supported, or a key is missing."""
     source, values, tensors = str(model.path), model.values, model.tensors
     family = values.get("general.architecture")
     if family not in ARCHITECTURES:

@@ -50,16 +50,11 @@ _LEAST_ENTRY = 8 + 1 + 4 + 1  # bytes of a key and its value, and less than thos
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies: bytes first .. first + size of a file.
-
-    Args:
-        kind: its type's name, such as Q4_K.
-        shape: the outermost dimension first.
-    """
+    """Where a tensor lies: bytes first .. first + size of a file."""
 
     path: Path
-    kind: str
-    shape: tuple[int, ...]
+    kind: str  # its type's name, such as Q4_K
+    shape: tuple[int, ...]  # the outermost dimension first
     first: int
     size: int
 

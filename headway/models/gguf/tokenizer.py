@@ -195,13 +195,7 @@ def _sentence_pieces(values: dict[str, Any], tokens: list[str], types: list[int]
     ]
     if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = {
-        "vocab": vocab,
-        "merges": merges,
-        "unk_token": unknown,
-        "fuse_unk": True,
-        "byte_fallback": True,
-    }
+    model = {"vocab": vocab, "merges": merges, "unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     return _tokenizer(
         model,
         normalizer={"type": "Sequence", "normalizers": normalizers},

@@ -40,15 +40,10 @@ QueuedTokens = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The most that may be in the server at once; infinite for no limit.
+    """The most that may be in the server at once; infinite for no limit."""
 
-    Args:
-        choices: most choices that wait or run.
-        tokens: most tokens of prompts that have no output yet.
-    """
-
-    choices: float = math.inf
-    tokens: float = math.inf
+    choices: float = math.inf  # most choices that wait or run
+    tokens: float = math.inf  # most tokens of prompts that have no output yet
 
     @classmethod
     def for_engine(
@@ -74,19 +69,14 @@ NOTHING = Kept()
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not come in: there are `present` units, and with those `asked` for there would be over `limit`.
+    """Why a request may not come in: there are `present` units, and with those `asked` there would be over `limit`."""
 
-    Args:
-        bound: the bound that would be overstepped.
-        kept: how many units of the bound's limit are left to other classes; `limit` does not count them.
-    """
-
-    bound: QueueBound
+    bound: QueueBound  # the bound that would be overstepped
     unit: str  # choices | tokens
     asked: int
     present: int
     limit: int
-    kept: int = 0
+    kept: int = 0  # how many units of the bound's limit are left to other classes; `limit` does not count them
 
     @property
     def is_final(self) -> bool:
@@ -118,14 +108,10 @@ class _Rate:
 
 @dataclass(slots=True)
 class QueueBound:
-    """Counts the requests in the server, and refuses those that would be too many. Times are the caller's nanoseconds.
-
-    Args:
-        service_class: the class whose requests count; empty for all.
-    """
+    """Counts the requests in the server, and refuses those that are too many. Times are the caller's nanoseconds."""
 
     limits: QueueLimits
-    service_class: str = ""
+    service_class: str = ""  # the class whose requests count; empty for all
     choices: int = 0
     tokens: int = 0
     _shares: ClassVar[bool] = False  # it may refuse without limits of its own
@@ -172,16 +158,12 @@ class TenantBound(QueueBound):
 
     One tenant alone gets 4 fifths, two get 4 ninths each, with equal weights (the dynamic thresholds of Choudhury and
     Hahne 1998).
-
-    Args:
-        of_all: the bound that it shares.
-        weight: the weight of the tenant.
     """
 
     _shares: ClassVar[bool] = True
-    of_all: QueueBound | None = None
+    of_all: QueueBound | None = None  # the bound that it shares
     tenant: str = ""
-    weight: float = 1.0
+    weight: float = 1.0  # the weight of the tenant
 
     def refusal(self, choices: int = 0, tokens: int = 0, kept: Kept = NOTHING) -> Refusal | None:
         """Why so many more units are too many for the tenant; None where they are not, or where it has nothing here."""

@@ -25,15 +25,10 @@ UNITS = ("requests", "tokens")
 
 
 class Meter(msgspec.Struct, array_like=True, gc=False):
-    """A budget, and the sums of what was taken from it. What was reserved is settled, refunded, or outstanding.
+    """A budget, and the sums of what was taken from it. What was reserved is settled, refunded, or outstanding."""
 
-    Args:
-        limit: units a minute; 0 for no limit.
-        level: what was left at `at_us`, in units times MINUTE_US.
-    """
-
-    limit: int = 0
-    level: int = 0
+    limit: int = 0  # units a minute; 0 for no limit
+    level: int = 0  # what was left at `at_us`, in units times MINUTE_US
     at_us: int = 0
     reserved: int = 0
     settled: int = 0
@@ -101,15 +96,10 @@ class Settle(_Record):
 
 
 class State(_Record):
-    """The whole state, in place of all records before.
+    """The whole state, in place of all records before."""
 
-    Args:
-        meters: the meters of each tenant, for requests and for tokens.
-        open: requests that have not ended.
-    """
-
-    meters: dict[str, tuple[Meter, Meter]]
-    open: dict[int, Reserve]
+    meters: dict[str, tuple[Meter, Meter]]  # the meters of each tenant, for requests and for tokens
+    open: dict[int, Reserve]  # requests that have not ended
     next_number: int
 
 
@@ -118,21 +108,15 @@ Record = Reserve | Settle | State
 
 @dataclass(frozen=True, slots=True)
 class OverLimit:
-    """Why a request may not come in now.
+    """Why a request may not come in now."""
 
-    Args:
-        tenant: whose limit it is; TOTAL for that of all.
-        unit: requests | tokens
-        asked, left: units.
-        wait_ns: the time until it may come in.
-    """
-
-    tenant: str
-    unit: str
+    tenant: str  # whose limit it is; TOTAL for that of all
+    unit: str  # requests | tokens
     limit: int
+    # asked, left: units.
     asked: int
     left: int
-    wait_ns: int
+    wait_ns: int  # the time until it may come in
 
 
 class Quotas:

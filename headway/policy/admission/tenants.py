@@ -29,15 +29,12 @@ LIMITS = ("requests_per_minute", "tokens_per_minute")
 class Limits:
     """The most that may be used a minute; 0 for no limit.
 
-    Args:
-        tokens_per_minute: most tokens of prompts and outputs, as `usage` counts them.
-
     Raises:
         InvalidEntry: naming the key, its value and its limits.
     """
 
     requests_per_minute: int = 0
-    tokens_per_minute: int = 0
+    tokens_per_minute: int = 0  # most tokens of prompts and outputs, as `usage` counts them
 
     def __post_init__(self) -> None:
         for key in LIMITS:
@@ -48,14 +45,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant(Limits):
-    """One tenant.
-
-    Args:
-        weight: while several wait, each is served in proportion to its weight.
-    """
+    """One tenant."""
 
     name: str
-    weight: float = 1.0
+    weight: float = 1.0  # while several wait, each is served in proportion to its weight
 
     def __post_init__(self) -> None:
         Limits.__post_init__(self)
@@ -73,15 +66,12 @@ class Tenant(Limits):
 class TenantTable:
     """All tenants. One that is not in the table has no limits, and the weight 1.
 
-    Args:
-        total: the most that all together may use.
-
     Raises:
         InvalidEntry: two tenants have one name.
     """
 
     tenants: tuple[Tenant, ...] = ()
-    total: Limits = Limits()
+    total: Limits = Limits()  # the most that all together may use
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.tenants]

@@ -21,21 +21,16 @@ _FORGETTING = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HealthRule:
-    """When a backend gets no requests.
+    """When a backend gets no requests."""
 
-    Args:
-        every_s, timeout_s: seconds between two questions whether it is well, and for the answer.
-        failures: how many in a row eject it, of answers as of questions.
-        eject_s, most_eject_s: seconds of the first ejection, and of the longest.
-        slow_start_s: seconds in which a backend that has come back gets its whole share again.
-    """
-
+    # every_s, timeout_s: seconds between two questions whether it is well, and for the answer.
     every_s: float = 5.0
     timeout_s: float = 2.0
-    failures: int = 3
+    failures: int = 3  # how many in a row eject it, of answers as of questions
+    # eject_s, most_eject_s: seconds of the first ejection, and of the longest.
     eject_s: float = 5.0
     most_eject_s: float = 300.0
-    slow_start_s: float = 30.0
+    slow_start_s: float = 30.0  # seconds in which a backend that has come back gets its whole share again
 
 
 class Breaker:

@@ -197,13 +197,9 @@ SCORERS: dict[str, Callable[[ClassTable], Scorer]] = {
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses a backend by scorers.
+    """Chooses a backend by scorers."""
 
-    Args:
-        scorers: each with its weight.
-    """
-
-    scorers: Sequence[tuple[float, Scorer]]
+    scorers: Sequence[tuple[float, Scorer]]  # each with its weight
 
     @cached_property
     def learns(self) -> bool:

@@ -18,19 +18,15 @@ JUDGED_S, JUDGED_LEAST, MOST_OF_OBJECTIVE = 30.0, 5, 0.8
 class ScalingRule:
     """The rule for the number of replicas: as many as are needed for each to have `choices`, within limits.
 
-    Args:
-        least, most: limits of the number of replicas.
-        choices: how many choices of requests, waiting or running, one replica is to have.
-        down_after_s: a replica goes when it was not needed for so long; more are started at once.
-
     Raises:
         ValueError: a number is out of its range.
     """
 
+    # least, most: limits of the number of replicas.
     least: int
     most: int
-    choices: int
-    down_after_s: float = 300.0
+    choices: int  # how many choices of requests, waiting or running, one replica is to have
+    down_after_s: float = 300.0  # a replica goes when it was not needed for so long; more are started at once
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

@@ -39,25 +39,20 @@ _Entries = list[tuple[OrderKey, Sequence]]
 
 @dataclass(slots=True)
 class Line:
-    """The tenants that share, with what each has been served and what of theirs waits.
+    """The tenants that share, with what each has been served and what of theirs waits."""
 
-    Args:
-        served: how many tokens each tenant was served, divided by its weight.
-        waiting: the waiting sequences of each level and tenant, in the policy's order.
-        asked: how many tokens of each tenant's waiting sequences are still to be charged.
-        joined: a number for each tenant that waits, larger the later it came. Of equals the last to come goes first.
-        last: the tenant that was the last to have none left.
-        passes: how often the first of each tenant at each level has been passed over.
-        most: the most that a waiting tenant was served; None while it has to be found again.
-    """
-
+    # How many tokens each tenant was served, divided by its weight.
     served: dict[str, float] = field(default_factory=dict)
+    # The waiting sequences of each level and tenant, in the policy's order.
     waiting: dict[int, dict[str, _Entries]] = field(default_factory=dict)
+    # How many tokens of each tenant's waiting sequences are still to be charged.
     asked: dict[str, int] = field(default_factory=dict)
+    # A number for each tenant that waits, larger the later it came. Of equals the last to come goes first.
     joined: dict[str, int] = field(default_factory=dict)
-    last: str = ""
+    last: str = ""  # the tenant that was the last to have none left
+    # How often the first of each tenant at each level has been passed over.
     passes: Counter[tuple[int, str]] = field(default_factory=Counter)
-    most: float | None = -math.inf
+    most: float | None = -math.inf  # the most that a waiting tenant was served; None while it has to be found again
 
     def join(self, tenant: str, number: int, credit: float) -> None:
         """A tenant has something waiting again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 
 from headway.policy.step.order import OrderKey, Orders
 from headway.policy.step.request import NEVER, Sequence
@@ -48,11 +49,6 @@ def least_loss(sequence: Sequence) -> OrderKey:
     return (goes_again, no_promise, sequence.rank, due_ns, -sequence.num_computed, sequence.seq_id)
 
 
-def priority_level(sequence: Sequence) -> int:
-    """The priority value of a sequence."""
-    return sequence.priority
-
-
 def class_rank(sequence: Sequence) -> int:
     """The rank of its class; one that has starved comes before all."""
     return -1 if sequence.has_starved else sequence.rank
@@ -65,5 +61,6 @@ def promise_rank(sequence: Sequence) -> int:
     return sequence.rank + (_LAST_RANK if sequence.has_yielded or sequence.due_ns == NEVER else 0)
 
 
-PRIORITY = Orders(priority, priority, priority, priority_level, displaces=3, line=priority_level)
+_level = attrgetter("priority")
+PRIORITY = Orders(priority, priority, priority, _level, displaces=3, line=_level)
 SLO = Orders(deadline, deadline, least_loss, promise_rank, displaces=math.inf, line=class_rank)

@@ -49,34 +49,24 @@ _Kept = tuple[int, float, int, Sequence]
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """A promised prompt is put behind those that can still be in time.
-
-    Args:
-        reason: `oversized`: it could not be in time even alone; `late`: it has waited too long; `overload`:
-            because of it others would not be in time.
-        backlog_ns: the time that prompts before it take.
-    """
+    """A promised prompt is put behind those that can still be in time."""
 
     sequence: Sequence
+    # `oversized`: it could not be in time even alone; `late`: it has waited too long; `overload`: because of it others
+    # would not be in time.
     reason: str
-    backlog_ns: float
+    backlog_ns: float  # the time that prompts before it take
 
 
 @dataclass(slots=True)
 class Outlook:
-    """The limits of a step.
+    """The limits of a step."""
 
-    Args:
-        slack_ns: the time until the tightest promised token is due, less a margin; infinite where none is promised.
-        tightest: the sequence whose token that is.
-        left_out: decoding sequences that get no token in the step.
-        urgent: a prompt for which others are held back.
-    """
-
+    # The time until the tightest promised token is due, less a margin; infinite where none is promised.
     slack_ns: float = math.inf
-    tightest: Sequence | None = None
-    left_out: list[Sequence] = field(default_factory=list)
-    urgent: Sequence | None = None
+    tightest: Sequence | None = None  # the sequence whose token that is
+    left_out: list[Sequence] = field(default_factory=list)  # decoding sequences that get no token in the step
+    urgent: Sequence | None = None  # a prompt for which others are held back
 
 
 @dataclass(slots=True)
@@ -97,15 +87,11 @@ class _Promised:
 
 @dataclass(slots=True)
 class _Decoding:
-    """The sequences of a step that decode with a promise.
-
-    Args:
-        context: how many tokens they have computed.
-        alike: one of the sequences for each pair of when the latest token came and the promised time per token.
-    """
+    """The sequences of a step that decode with a promise."""
 
     count: int = 0
-    context: int = 0
+    context: int = 0  # how many tokens they have computed
+    # One of the sequences for each pair of when the latest token came and the promised time per token.
     alike: dict[tuple[int, int], Sequence] = field(default_factory=dict)
 
     @classmethod

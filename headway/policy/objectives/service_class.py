@@ -88,40 +88,32 @@ def entries_of(content: Mapping[str, Any], key: str, make: Callable[[dict[str, A
 class ServiceClass:
     """One class. Shares are of the whole, 0 to 1; what is infinite has no limit.
 
-    Args:
-        ttft_ms: objective for the time from a request's first byte to its first token; infinite for none.
-        tpot_ms: objective for the time between two tokens; infinite for none.
-        e2e_ms: objective for the time from a request's first byte to its last token; infinite for none.
-        window_ms: least and most time that the first request of an idle engine may wait for others to join it.
-        seats: share of --max-num-seqs that other classes may not take.
-        tokens: share of a step's prompt tokens that other classes may not take while prompts of this one wait.
-        kv: share of the KV pool that other classes may not take.
-        max_kv: most of the KV pool that sequences of the class use, as a share; but always enough for one sequence.
-        max_queued: most choices of the class that wait or run.
-        queue_timeout_s: a request that has waited this long without being begun is ended.
-        max_prompt_tokens, max_output_tokens: longest prompt, and most that max_tokens may ask for.
-        starvation_s: a request without an objective, or that has yielded, goes first once it has waited this long.
-        when_late: what happens to a request whose first token cannot be there in time: `serve` lets it go on behind
-            those that still can, `refuse` ends it.
-
     Raises:
         InvalidEntry: naming the key, its value and its limits.
     """
 
     name: str
+    # Objective for the time from a request's first byte to its first token; infinite for none.
     ttft_ms: float = math.inf
-    tpot_ms: float = math.inf
-    e2e_ms: float = math.inf
+    tpot_ms: float = math.inf  # objective for the time between two tokens; infinite for none
+    e2e_ms: float = math.inf  # objective for the time from a request's first byte to its last token; infinite for none
+    # Least and most time that the first request of an idle engine may wait for others to join it.
     window_ms: tuple[float, float] = (0.0, 0.0)
-    seats: float = 0.0
+    seats: float = 0.0  # share of --max-num-seqs that other classes may not take
+    # Share of a step's prompt tokens that other classes may not take while prompts of this one wait.
     tokens: float = 0.0
-    kv: float = 0.0
+    kv: float = 0.0  # share of the KV pool that other classes may not take
+    # Most of the KV pool that sequences of the class use, as a share; but always enough for one sequence.
     max_kv: float = 1.0
-    max_queued: float = math.inf
-    queue_timeout_s: float = math.inf
+    max_queued: float = math.inf  # most choices of the class that wait or run
+    queue_timeout_s: float = math.inf  # a request that has waited this long without being begun is ended
+    # max_prompt_tokens, max_output_tokens: longest prompt, and most that max_tokens may ask for.
     max_prompt_tokens: float = math.inf
     max_output_tokens: float = math.inf
+    # A request without an objective, or that has yielded, goes first once it has waited this long.
     starvation_s: float = 60.0
+    # What happens to a request whose first token cannot be there in time: `serve` lets it go on behind those that still
+    # can, `refuse` ends it.
     when_late: str = "serve"
 
     def __post_init__(self) -> None:
@@ -173,16 +165,13 @@ class ServiceClass:
 class ClassTable:
     """All classes, the most urgent first.
 
-    Args:
-        default: name of the class of a request that names none.
-        service_tiers: name of the class for each of OpenAI's service tiers; `auto` is `default`.
-
     Raises:
         InvalidEntry: two classes have one name, a name is unknown, or shares add up to the whole or more.
     """
 
     classes: tuple[ServiceClass, ...]
-    default: str = ""
+    default: str = ""  # name of the class of a request that names none
+    # Name of the class for each of OpenAI's service tiers; `auto` is `default`.
     service_tiers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -20,15 +20,10 @@ from headway.policy.step.sequences import Sequences, Step
 
 @dataclass(frozen=True, slots=True)
 class RunningRanks:
-    """What waiting sequences are compared with, for as long as the same sequences run.
+    """What waiting sequences are compared with, for as long as the same sequences run."""
 
-    Args:
-        last: the greatest key of the running sequences in the order of admission.
-        latest: for each level of the running sequences, when the newest of them arrived.
-    """
-
-    last: OrderKey
-    latest: dict[int, int]
+    last: OrderKey  # the greatest key of the running sequences in the order of admission
+    latest: dict[int, int]  # for each level of the running sequences, when the newest of them arrived
 
     @classmethod
     def of(cls, running: OrderedSequences, orders: Orders) -> RunningRanks:
@@ -45,12 +40,7 @@ class RunningRanks:
 
 
 def victims_for(
-    candidate: Sequence,
-    running: Iterable[Sequence],
-    orders: Orders,
-    seats: int,
-    missing: int,
-    references: list[int],
+    candidate: Sequence, running: Iterable[Sequence], orders: Orders, seats: int, missing: int, references: list[int]
 ) -> list[Sequence] | None:
     """The running sequences that must go so that `candidate` can run; None where that is not possible.
 

@@ -180,7 +180,10 @@ class Accounting:
         for sequence in idle:
             left_out = sequence.is_decoding
             self._stall(sequence, Phase.DECODE_STALL_POLICY if left_out else _stall_of(sequence), times.sampled_ns)
-        self._learn(work, forward)
+        if forward > 0:  # learn from every step with a prompt in it, and from one in LEARNT_DECODES of the others
+            self._steps += 1
+            if work.prefill_tokens or self._steps % LEARNT_DECODES == 0:
+                self.step_time.observe(work, forward)
 
     def record_decodes(self, count: int, context: int, steps: Iterable[StepTimes]) -> None:
         """Record steps in which all running sequences decode, as they did in the step before.
@@ -206,22 +209,10 @@ class Accounting:
         """Whether so many running sequences have all been decoding since a step before."""
         return self._on_decode_clock == running
 
-    def _learn(self, work: StepWork, forward: int) -> None:
-        """Learn from every step with a prompt in it, and from one in LEARNT_DECODES of those that only decode."""
-        if forward > 0:
-            self._steps += 1
-            if work.prefill_tokens or self._steps % LEARNT_DECODES == 0:
-                self.step_time.observe(work, forward)
-
     def join_decode_clock(self, sequence: Sequence) -> None:
         """The sequence decodes in every step after this one."""
         sequence.clock_marks = dict(self._decode.phases_ns)
         self._on_decode_clock += 1
-
-    def leave_out(self, sequence: Sequence, now: int) -> None:
-        """A decoding sequence gets no token in the step that begins."""
-        if sequence.clock_marks is not None:
-            self.leave(sequence, now)
 
     def _advance_decode_clock(self, work: StepWork, forward: int, times: StepTimes) -> None:
         clock = self._decode

@@ -19,11 +19,7 @@ from headway.policy.step.scheduler import Scheduler
 
 
 def check_beams(request: Request, scheduler: Scheduler, vocab_size: int | None) -> None:
-    """Refuse a search that could never run.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse a search that could never run. Raises ValueError: one line for the user."""
     width, seats, blocks = request.params.width, scheduler.most_seqs, scheduler.blocks
     if width > seats:
         raise ValueError(f"beam search with {width} beams takes as many seats; this server has {seats} (max_num_seqs)")

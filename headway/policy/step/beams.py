@@ -78,13 +78,9 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A text behind the prompt. It has one token more than the text before it: that at a place of a row.
+    """A text behind the prompt. It has one token more than the text before it: that at a place of a row."""
 
-    Args:
-        score: the sum of the log-probabilities of its tokens.
-    """
-
-    score: float = 0.0
+    score: float = 0.0  # the sum of the log-probabilities of its tokens
     length: int = 0
     before: Beam | None = None
     row: Row | None = None

@@ -18,23 +18,17 @@ _MOST = {"window_ms": 1000.0, "share": 0.9, "drafts": MOST_DRAFTS}
 class Bounds:
     """The least and the most of each setting.
 
-    Args:
-        max_num_seqs: None for a quarter of what a server begins with, up to that.
-        max_num_batched_tokens: None for as few as its sequences need, up to what it begins with.
-        window_ms: of the longest window of a class.
-        share: of a class's seats, step tokens or KV blocks.
-        drafts: most drafts behind a token; with speculation.
-
     Raises:
         ValueError: the least is more than the most, or one of them is out of range.
     """
 
-    max_num_seqs: tuple[int, int] | None = None
+    max_num_seqs: tuple[int, int] | None = None  # None for a quarter of what a server begins with, up to that
+    # None for as few as its sequences need, up to what it begins with.
     max_num_batched_tokens: tuple[int, int] | None = None
     max_prefill_stall_ms: tuple[float, float] = (10.0, 250.0)
-    window_ms: tuple[float, float] = (0.0, 40.0)
-    share: tuple[float, float] = (0.0, 0.5)
-    drafts: tuple[int, int] = (0, MOST_DRAFTS)
+    window_ms: tuple[float, float] = (0.0, 40.0)  # of the longest window of a class
+    share: tuple[float, float] = (0.0, 0.5)  # of a class's seats, step tokens or KV blocks
+    drafts: tuple[int, int] = (0, MOST_DRAFTS)  # most drafts behind a token; with speculation
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -102,39 +96,26 @@ def parse_bounds(text: str) -> Bounds:
 
 
 class Begin(msgspec.Struct):
-    """What the process is told first, and again when the operator has given other classes.
+    """What the process is told first, and again when the operator has given other classes."""
 
-    Args:
-        traffic: the file with the records of the engine's traffic.
-        limits: of the engine's first steps, where these are not what it was built for.
-    """
-
-    traffic: str
+    traffic: str  # the file with the records of the engine's traffic
     bounds: Bounds
-    limits: StepLimits
+    limits: StepLimits  # of the engine's first steps, where these are not what it was built for
     classes: ClassTable
     weights: dict[str, float]
 
 
 class Told(msgspec.Struct):
-    """What the process says.
+    """What the process says."""
 
-    Args:
-        kind: what was done with a change, such as `tried`; empty where nothing was, but the rest is new.
-        words: one line; empty without a kind.
-        change: as it is typed.
-        limits, classes: what the engine is to have from now on; None where all stays.
-        doing: what the process does.
-        cpu_s: seconds of a processor that it has taken.
-    """
-
-    kind: str = ""
-    words: str = ""
-    change: str = ""
+    kind: str = ""  # what was done with a change, such as `tried`; empty where nothing was, but the rest is new
+    words: str = ""  # one line; empty without a kind
+    change: str = ""  # as it is typed
+    # limits, classes: what the engine is to have from now on; None where all stays.
     limits: StepLimits | None = None
     classes: ClassTable | None = None
-    doing: str = ""
-    cpu_s: float = 0.0
+    doing: str = ""  # what the process does
+    cpu_s: float = 0.0  # seconds of a processor that it has taken
 
 
 def line_of(message: Begin | Told) -> bytes:

@@ -13,51 +13,32 @@ from headway.policy.step.request import Sequence
 
 @dataclass(slots=True)
 class Decision:
-    """One step. Sequences go by the ids of their requests, times are nanoseconds.
+    """One step. Sequences go by the ids of their requests, times are nanoseconds."""
 
-    Args:
-        planned_ns: when it was decided.
-        decoding, prompt_tokens: what was put in it.
-        waiting, running: how many there were afterwards.
-        told: those of whom the executor hears in this step, by the numbers of their sequences.
-        queue: why the others still wait, as the ledger's phase.
-        slack_ns, tightest: the time until the next promised token is due, and whose it is; infinite and empty for none.
-        urgent: the prompt for which others were held back.
-        left_out: decoding sequences that got no token.
-        yielded: who was put behind the others or refused, and why.
-        gave_back: who was preempted, and the class that the blocks are kept for.
-        evicted: cached blocks that were given up, by class and reason.
-        swapped_out: who was preempted and goes to host memory, with how many blocks.
-        swapped_in: blocks that are copied back.
-        predicted_ns, took_ns: predicted and measured time of the forward pass; 0 while it is not known.
-        least_ns: what the machine would need at least for it; 0 where that is not known.
-        plan, times: what was run, and when; None where nothing was, or while it is not known.
-    """
-
-    planned_ns: int
-    decoding: int = 0
+    planned_ns: int  # when it was decided
+    decoding: int = 0  # sequences that decode in it
     prompt_tokens: int = 0
-    waiting: int = 0
+    waiting: int = 0  # how many there were afterwards, as in `running`
     running: int = 0
-    queue: str = ""
-    slack_ns: float = math.inf
-    tightest: str = ""
-    urgent: str = ""
-    left_out: int = 0
+    queue: str = ""  # why the others still wait, as the ledger's phase
+    slack_ns: float = math.inf  # the time until the next promised token is due
+    tightest: str = ""  # whose it is; empty where none is promised
+    urgent: str = ""  # the prompt for which others were held back
+    left_out: int = 0  # decoding sequences that got no token
     window_ns: int = 0
     admitted: list[str] = field(default_factory=list)
-    told: dict[int, str] = field(default_factory=dict)
+    told: dict[int, str] = field(default_factory=dict)  # who the executor hears of, by the numbers of their sequences
     preempted: list[str] = field(default_factory=list)
-    yielded: list[tuple[str, str]] = field(default_factory=list)
-    gave_back: list[tuple[str, str]] = field(default_factory=list)
-    evicted: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    swapped_out: list[tuple[str, int]] = field(default_factory=list)
-    swapped_in: int = 0
-    predicted_ns: float = 0.0
-    took_ns: int = 0
-    least_ns: float = 0.0
-    plan: StepPlan | None = None
-    times: StepTimes | None = None
+    yielded: list[tuple[str, str]] = field(default_factory=list)  # who was put behind others or refused, and why
+    gave_back: list[tuple[str, str]] = field(default_factory=list)  # who was preempted, and for which class
+    evicted: Mapping[tuple[str, str], int] = field(default_factory=dict)  # cached blocks given up, by class and reason
+    swapped_out: list[tuple[str, int]] = field(default_factory=list)  # who goes to host memory, with how many blocks
+    swapped_in: int = 0  # blocks that are copied back
+    predicted_ns: float = 0.0  # predicted time of the forward pass; 0 while it is not known
+    took_ns: int = 0  # measured time of it; likewise
+    least_ns: float = 0.0  # what the machine would need at least for it; 0 where that is not known
+    plan: StepPlan | None = None  # what was run; None where nothing was
+    times: StepTimes | None = None  # when it was; None while it is not known
 
     def note_preempted(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
         """Note who was preempted, and what is swapped."""

@@ -34,23 +34,14 @@ _LENGTH, _LENGTHS_SEEN = 128.0, 8  # the mean length of outputs at first, and ov
 
 @dataclass(slots=True)
 class _Step:
-    """The step that drafts are made for.
+    """The step that drafts are made for."""
 
-    Args:
-        decoding: sequences that decode in it.
-        step_ns: the time of a step of so many rows, at least `decoding`.
-        most_rows: most rows that it may have.
-        most_ns: most time for all passes.
-        value_ns: what a right draft is worth.
-        reach: the chance that all drafts of a sequence so far are right.
-    """
-
-    decoding: int
-    step_ns: Callable[[int], float]
-    most_rows: int
-    most_ns: float
-    value_ns: float = 0.0
-    reach: dict[int, float] = field(default_factory=dict)
+    decoding: int  # sequences that decode in it
+    step_ns: Callable[[int], float]  # the time of a step of so many rows, at least `decoding`
+    most_rows: int  # most rows that it may have
+    most_ns: float  # most time for all passes
+    value_ns: float = 0.0  # what a right draft is worth
+    reach: dict[int, float] = field(default_factory=dict)  # the chance that all drafts of a sequence so far are right
     passes: int = 0
     drafts: int = 0
 

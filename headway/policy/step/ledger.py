@@ -51,13 +51,7 @@ class Phase(StrEnum):
     SEND_BLOCKED = "send_blocked"  # the client did not read
 
 
-QUEUE_PHASES = (
-    Phase.QUEUE_POLICY,
-    Phase.QUEUE_CAPACITY,
-    Phase.QUEUE_BLOCKS,
-    Phase.QUEUE_WINDOW,
-    Phase.QUEUE_ADAPTER,
-)
+QUEUE_PHASES = (Phase.QUEUE_POLICY, Phase.QUEUE_CAPACITY, Phase.QUEUE_BLOCKS, Phase.QUEUE_WINDOW, Phase.QUEUE_ADAPTER)
 DECODE_STALLS = (
     Phase.DECODE_STALL_PREFILL,
     Phase.DECODE_STALL_LOGPROBS,

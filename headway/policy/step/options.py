@@ -40,8 +40,7 @@ class SchedulingOptions:
         int | None, _engine("Token budget of a step. Default: chosen for the device.", parse=tokens, metavar="N")
     ] = None
     max_prefill_stall_ms: Annotated[
-        float,
-        _engine("Milliseconds by which prefill may delay running streams in a step.", min=0.0),
+        float, _engine("Milliseconds by which prefill may delay running streams in a step.", min=0.0)
     ] = 50.0
     enable_prefix_caching: Annotated[bool, _engine("Reuse the KV cache of shared prompt prefixes.")] = True
     enable_chunked_prefill: Annotated[bool, _engine("Split long prompts over steps.")] = True

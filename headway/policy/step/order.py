@@ -32,26 +32,19 @@ def _equal(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The orders of a scheduling policy.
+    """The orders of a scheduling policy."""
 
-    Attributes:
-        admission: the order of waiting sequences: the first is admitted first, and before running prompts go on that
-            come after it.
-        running: the order of running sequences: the first is given blocks and tokens of a step first.
-        victims: the order of running sequences without a token of the step as yet: the last is preempted first. The
-            first in `running` should be first here too, or be a victim only so many times, so that one of them always
-            gets on.
-        level: a waiting sequence takes the place of a running one only if its level is lower.
-        displaces: how many times at most one sequence loses its place so; 0 where none does.
-        line: tenants share within a line: what each has been served is counted for each line. Sequences of one level
-            are of one line.
-    """
-
+    # The order of waiting sequences: the first is admitted first, and before running prompts go on that come after it.
     admission: Order
-    running: Order
+    running: Order  # the order of running sequences: the first is given blocks and tokens of a step first
+    # The order of running sequences without a token of the step as yet: the last is preempted first. The first in
+    # `running` should be first here too, or be a victim only so many times, so that one of them always gets on.
     victims: Order
+    # A waiting sequence takes the place of a running one only if its level is lower.
     level: Callable[[Sequence], int] = _equal
-    displaces: float = 0
+    displaces: float = 0  # how many times at most one sequence loses its place so; 0 where none does
+    # Tenants share within a line: what each has been served is counted for each line. Sequences of one level are of one
+    # line.
     line: Callable[[Sequence], int] = _equal
 
     @classmethod

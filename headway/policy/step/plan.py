@@ -21,30 +21,21 @@ from headway.policy.step.step_time import StepWork, pairs
 
 
 class SequenceState(msgspec.Struct, array_like=True, gc=False, eq=False):
-    """What an executor knows of a sequence. A plan hands it over, and the executor updates it by later plans.
-
-    Args:
-        tokens: the prompt and the output up to now.
-        stop_ids: ids that end it.
-        seed: the seed of its draws.
-        block_table: KV blocks in order of position, in the first KV cache group.
-        checkpoint: the slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
-        further_tables: block tables in further groups. Where a window has passed, tables have PASSED.
-        pooling: the vector that is wanted of its prompt, in place of tokens.
-        slot: the slot of its adapter; -1: it has none.
-    """
+    """What an executor knows of a sequence. A plan hands it over, and the executor updates it by later plans."""
 
     seq_id: int
     params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
+    seed: int  # the seed of its draws
+    stop_ids: frozenset[int]  # ids that end it
     prompt_len: int
-    tokens: list[int]
-    block_table: list[int]
+    tokens: list[int]  # the prompt and the output up to now
+    block_table: list[int]  # KV blocks in order of position, in the first KV cache group
+    # The slot with the state behind its computed tokens; -1: there are none, or no recurrent layers.
     checkpoint: int = -1
+    # Block tables in further groups. Where a window has passed, tables have PASSED.
     further_tables: list[list[int]] = []
-    pooling: PoolingParams | None = None
-    slot: int = -1
+    pooling: PoolingParams | None = None  # the vector that is wanted of its prompt, in place of tokens
+    slot: int = -1  # the slot of its adapter; -1: it has none
 
     @property
     def block_tables(self) -> list[list[int]]:
@@ -80,39 +71,28 @@ def state_of(sequence: Sequence) -> SequenceState:
 
 
 class TableChange(msgspec.Struct, array_like=True, gc=False):
-    """A change of one block table of a sequence that the executor knows: these blocks stand from entry `start` on.
-
-    Args:
-        group: number of the KV cache group whose table it is.
-        first: a window has passed the entries from `sinks` up to this one.
-        sinks: how many of the first entries stay.
-    """
+    """A change of one block table of a sequence that the executor knows: these blocks stand from entry `start` on."""
 
     seq_id: int
     start: int
     blocks: list[int]
-    group: int = 0
-    first: int = 0
-    sinks: int = 0
+    group: int = 0  # number of the KV cache group whose table it is
+    first: int = 0  # a window has passed the entries from `sinks` up to this one
+    sinks: int = 0  # how many of the first entries stay
 
 
 class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
-    """A sequence's part of a step: some tokens after the `start` tokens that are computed already.
-
-    Args:
-        token_ids: a chunk of known tokens; or the newest one, followed by drafts, which may be refused.
-        samples: how many of the last tokens have their logits sampled: the newest known one and the drafts. None where
-            known tokens are left for later steps, or a vector is wanted in place of tokens.
-        logit_rows: how many of the first tokens need their logits for prompt_logprobs.
-        keeps: behind which tokens the state of recurrent layers is to be kept; in order, no two behind the same.
-    """
+    """A sequence's part of a step: some tokens after the `start` tokens that are computed already."""
 
     seq_id: int
     start: int
-    token_ids: list[int]
+    token_ids: list[int]  # a chunk of known tokens; or the newest one, followed by drafts, which may be refused
     decoding: bool
+    # How many of the last tokens have their logits sampled: the newest known one and the drafts. None where known
+    # tokens are left for later steps, or a vector is wanted in place of tokens.
     samples: int
-    logit_rows: int = 0
+    logit_rows: int = 0  # how many of the first tokens need their logits for prompt_logprobs
+    # Behind which tokens the state of recurrent layers is to be kept; in order, no two behind the same.
     keeps: tuple[Checkpoint, ...] = ()
 
     @property
@@ -125,31 +105,18 @@ UNKNOWN = -1  # in the place of a token that the step before is about to draw
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """One step.
+    """One step."""
 
-    Args:
-        scheduled: which sequences compute which tokens.
-        new: sequences that the executor does not know.
-        tables: changes of the block tables of others.
-        swaps: blocks to copy to and from the host before anything else, one after the other.
-        copies: blocks to copy then, from source to target.
-        preempted: sequences that have lost their blocks; the executor forgets them before the step.
-        expired: sequences that waited too long or can't be in time, and are finished.
-        work: what the scheduled parts come to, as `work_of` says.
-        pools: some of the sequences want a vector.
-        wait_until_ns: nothing runs as the first request waits for others; schedule again then, or when one comes.
-    """
-
-    scheduled: list[ScheduledSequence] = []
-    new: list[SequenceState] = []
-    tables: list[TableChange] = []
-    swaps: list[BlockSwap] = []
-    copies: list[tuple[int, int]] = []
-    preempted: list[int] = []
-    expired: list[int] = []
-    work: StepWork = NO_WORK
-    pools: bool = False
-    wait_until_ns: int = 0
+    scheduled: list[ScheduledSequence] = []  # which sequences compute which tokens
+    new: list[SequenceState] = []  # sequences that the executor does not know
+    tables: list[TableChange] = []  # changes of the block tables of others
+    swaps: list[BlockSwap] = []  # blocks to copy to and from the host before anything else, one after the other
+    copies: list[tuple[int, int]] = []  # blocks to copy then, from source to target
+    preempted: list[int] = []  # sequences that have lost their blocks; the executor forgets them before the step
+    expired: list[int] = []  # sequences that waited too long or can't be in time, and are finished
+    work: StepWork = NO_WORK  # what the scheduled parts come to, as `work_of` says
+    pools: bool = False  # some of the sequences want a vector
+    wait_until_ns: int = 0  # nothing runs as the first request waits for others; schedule again then, or when one comes
 
     @property
     def num_tokens(self) -> int:

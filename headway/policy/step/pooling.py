@@ -6,18 +6,12 @@ import msgspec
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the hidden states of a prompt's tokens become one vector.
+    """How the hidden states of a prompt's tokens become one vector."""
 
-    Args:
-        pooling: last, the last token's state; or mean, of all tokens.
-        normalize: to length 1, behind the cut.
-        dimensions: keep only so many of the first numbers; None keeps all.
-        token_ids: with these, the vector has the logits of these tokens behind the last one, and nothing else applies.
-    """
-
-    pooling: str = "last"
-    normalize: bool = True
-    dimensions: int | None = None
+    pooling: str = "last"  # last, the last token's state; or mean, of all tokens
+    normalize: bool = True  # to length 1, behind the cut
+    dimensions: int | None = None  # keep only so many of the first numbers; None keeps all
+    # With these, the vector has the logits of these tokens behind the last one, and nothing else applies.
     token_ids: tuple[int, ...] = ()
 
     @property

@@ -34,26 +34,19 @@ class _Record(msgspec.Struct, tag=str.lower, omit_defaults=True, gc=False):
 
 
 class RecordedEngine(_Record, tag="engine"):
-    """The first record of an engine. All times are nanoseconds of its clock.
+    """The first record of an engine. All times are nanoseconds of its clock."""
 
-    Args:
-        format: the version of the recording's format.
-        version: the version of Headway.
-        settings: settings of the engine, by the names of its flags.
-        scheduler: fields of SchedulerConfig; None for what is infinite.
-        began_ns, began_unix_s: the same moment, on the engine's clock and on the wall clock.
-    """
-
-    format: int
-    version: str
+    format: int  # the version of the recording's format
+    version: str  # the version of Headway
     model: str
     device: str
     kv_cache_dtype: str
-    settings: dict[str, Any]
-    scheduler: dict[str, Any]
+    settings: dict[str, Any]  # settings of the engine, by the names of its flags
+    scheduler: dict[str, Any]  # fields of SchedulerConfig; None for what is infinite
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
+    # began_ns, began_unix_s: the same moment, on the engine's clock and on the wall clock.
     began_ns: int
     began_unix_s: float
     protected_share: float = PROTECTED_SHARE
@@ -85,67 +78,46 @@ class RecordedEngine(_Record, tag="engine"):
 
 
 class Arrival(_Record):
-    """A sequence was queued.
-
-    Args:
-        known: its tokens: the prompt, and what an earlier engine had generated.
-        max_len: most tokens that it may have in the end.
-        blocks: a number for each full block of the known tokens.
-        sent_ns: when it was handed over to the engine.
-        due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
-        parent: the first choice of its request, whose prompt it shares.
-        wants_logits: the logits of its prompt are wanted, for prompt_logprobs.
-        pins_prompt: its prompt's blocks stay for good.
-        pools: how a vector is made of it, in place of tokens; empty where none is.
-        adapter: digest of its adapter; empty for the base model.
-    """
+    """A sequence was queued."""
 
     now: int
     seq_id: int
     prompt_len: int
-    known: int
-    max_len: int
-    blocks: list[int]
+    known: int  # its tokens: the prompt, and what an earlier engine had generated
+    max_len: int  # most tokens that it may have in the end
+    blocks: list[int]  # a number for each full block of the known tokens
     arrival_ns: int
-    sent_ns: int
+    sent_ns: int  # when it was handed over to the engine
     priority: int = 0
     service_class: str = ""
     tenant: str = DEFAULT_TENANT
+    # due_ns, tpot_ns: when its first token is due, and most time between two; NEVER for no objective.
     due_ns: int = NEVER
     tpot_ns: int = NEVER
     index: int = 0
-    parent: int | None = None
-    wants_logits: bool = False
-    pins_prompt: bool = False
-    pools: str = ""
-    adapter: str = ""
+    parent: int | None = None  # the first choice of its request, whose prompt it shares
+    wants_logits: bool = False  # the logits of its prompt are wanted, for prompt_logprobs
+    pins_prompt: bool = False  # its prompt's blocks stay for good
+    pools: str = ""  # how a vector is made of it, in place of tokens; empty where none is
+    adapter: str = ""  # digest of its adapter; empty for the base model
 
 
 class End(_Record):
-    """A sequence has finished or was aborted. Only aborts are told to the scheduler; other ends follow from the steps.
-
-    Args:
-        length: how many tokens it has.
-        blocks: numbers of its full blocks after those of its Arrival.
-    """
+    """A sequence has finished or was aborted. The scheduler is told of aborts; other ends follow from the steps."""
 
     now: int
     seq_id: int
     reason: FinishReason
-    length: int
-    blocks: list[int]
+    length: int  # how many tokens it has
+    blocks: list[int]  # numbers of its full blocks after those of its Arrival
 
 
 class NewClasses(_Record, tag="classes"):
-    """The classes of requests were changed: fields of ClassTable; None for what is infinite. And weights of tenants.
-
-    Args:
-        limits: fields of StepLimits that were changed.
-    """
+    """The classes of requests were changed: fields of ClassTable; None for what is infinite. And weights of tenants."""
 
     classes: dict[str, Any]
     weights: dict[str, float] = {}
-    limits: dict[str, Any] = {}
+    limits: dict[str, Any] = {}  # fields of StepLimits that were changed
 
     def table(self) -> ClassTable:
         return msgspec.convert(_with_infinities(self.classes), ClassTable)
@@ -188,16 +160,11 @@ class Item(msgspec.Struct, array_like=True, gc=False):
 
 
 class Step(_Record):
-    """What the scheduler decided at `now`, and what came of it.
-
-    Args:
-        items: empty where nothing could run; times is None then.
-        times: when it was launched, computed and sampled.
-    """
+    """What the scheduler decided at `now`, and what came of it."""
 
     now: int
-    items: list[Item] = []
-    times: tuple[int, int, int] | None = None
+    items: list[Item] = []  # empty where nothing could run; times is None then
+    times: tuple[int, int, int] | None = None  # when it was launched, computed and sampled
     preempted: list[int] = []
     expired: list[int] = []
     retry: Retry | None = None

@@ -81,15 +81,11 @@ class Request(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(slots=True)
 class BlockTable:
-    """A sequence's blocks in one KV cache group, in order of position.
+    """A sequence's blocks in one KV cache group, in order of position."""
 
-    Args:
-        first: the entry of the first block; a window has passed those before.
-        sinks: the blocks of the first entries, which stay where a window has passed those behind them.
-    """
-
-    first: int = 0
+    first: int = 0  # the entry of the first block; a window has passed those before
     blocks: list[int] = field(default_factory=list)
+    # The blocks of the first entries, which stay where a window has passed those behind them.
     sinks: list[int] = field(default_factory=list)
 
     @property
@@ -314,13 +310,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
     seed, salt = (request.seed or 0) if params.seed is None else params.seed, request.cache_salt
     if request.adapter or salt.startswith("\0"):
         salt = cache_key(salt, request.adapter)
-    longest = (
-        len(prompt)
-        if request.pooling is not None
-        else max_model_len
-        if params.max_tokens is None
-        else min(max_model_len, len(prompt) + params.max_tokens)
-    )
+    longest = len(prompt) + (0 if request.pooling is not None else params.max_tokens or max_model_len)
     eos = request.eos_token_ids if params.ends_at_eos else ()
     choices = request.choices
     if params.use_beam_search:
@@ -333,7 +323,7 @@ def sequences_of(request: Request, max_model_len: int, classes: ClassTable = BUI
             params=params,
             tokens=[*prompt, *choice.token_ids],
             prompt_len=len(prompt),
-            max_len=longest,
+            max_len=min(max_model_len, longest),
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=seed + choice.index,
             priority=request.priority,

@@ -110,58 +110,45 @@ def _token_ids(name: str, given: list[Any]) -> list[int]:
 class SamplingParams:
     """Sampling parameters with the names and meanings of the OpenAI API and of vLLM.
 
-    Args:
-        n: choices to generate from one prompt.
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: keep the likeliest tokens whose probabilities sum to at least this.
-        min_p: keep tokens at least this fraction as likely as the likeliest.
-        max_tokens: most tokens to generate; None means up to the model's context.
-        min_tokens: no stop of any kind before this many tokens.
-        logprobs: return the log-probability of the chosen token and of this many alternatives; None for none.
-        prompt_logprobs: the same for every prompt token but the first.
-        stop: strings that end the output; the text before the first of them is kept. A single string stands for a
-            list of one; None, here and for the other lists, for an empty one.
-        logit_bias: token id to a value in [-100, 100] added to its logit.
-        allowed_token_ids: only these tokens may come, and the end token only if it is one of them; None for all.
-        structured_outputs: what the output has to be; a mapping is read as StructuredOutputs.of() does. The end token
-            comes when that is complete, whatever min_tokens and ignore_eos say.
-        use_beam_search: in place of drawing tokens, search for the likeliest texts, and give the best `n`. A text ends
-            with an end token or a stop token.
-        best_of: how many beams a search has; None for `n`.
-        length_penalty: texts are ranked by the sum of their log-probabilities, divided by their number of tokens to
-            the power of this.
-        early_stopping: True ends a search with the first `best_of` texts; False when no beam would be ranked before
-            the last of them if it ended now; "never" when none can be any more.
-
     Raises:
         InvalidParameter: when a value is out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    n: int = 1  # choices to generate from one prompt
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the likeliest tokens whose probabilities sum to at least this
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    max_tokens: int | None = 16  # most tokens to generate; None means up to the model's context
+    min_tokens: int = 0  # no stop of any kind before this many tokens
+    # Return the log-probability of the chosen token and of this many alternatives; None for none.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    # Strings that end the output; the text before the first of them is kept. A single string stands for a list of one;
+    # None, here and for the other lists, for an empty one.
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id to a value in [-100, 100] added to its logit
+    # Only these tokens may come, and the end token only if it is one of them; None for all.
     allowed_token_ids: list[int] | None = None
+    # What the output has to be; a mapping is read as StructuredOutputs.of() does. The end token comes when that is
+    # complete, whatever min_tokens and ignore_eos say.
     structured_outputs: StructuredOutputs | None = None
+    # In place of drawing tokens, search for the likeliest texts, and give the best `n`. A text ends with an end token
+    # or a stop token.
     use_beam_search: bool = False
-    best_of: int | None = None
+    best_of: int | None = None  # how many beams a search has; None for `n`
+    # Texts are ranked by the sum of their log-probabilities, divided by their number of tokens to the power of this.
     length_penalty: float = 1.0
+    # True ends a search with the first `best_of` texts; False when no beam would be ranked before the last of them if
+    # it ended now; "never" when none can be any more.
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:

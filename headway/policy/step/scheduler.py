@@ -177,14 +177,15 @@ class Scheduler:
 
     def _settle_who_decodes(self, step: Step) -> None:
         """Take out of the decodes who was preempted or is left out; where prompts are computed alone, take out all."""
-        if not self.config.sharing.decodes(bool(step.prompts) or len(self.sequences.waiting) > 0):
+        if self.config.sharing.prefill_first and (step.prompts or len(self.sequences.waiting)):
             step.left_out = step.decoding
         if step.plan.preempted:
             step.decoding = [sequence for sequence in step.decoding if sequence.status is Status.RUNNING]
             step.left_out = [sequence for sequence in step.left_out if sequence.status is Status.RUNNING]
         if step.left_out:
             for sequence in step.left_out:
-                self.accounting.leave_out(sequence, step.now)
+                if sequence.clock_marks is not None:
+                    self.accounting.leave(sequence, step.now)
             numbers = {sequence.seq_id for sequence in step.left_out}
             step.decoding = [sequence for sequence in step.decoding if sequence.seq_id not in numbers]
 
@@ -478,11 +479,7 @@ class Scheduler:
     # --- integrity ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Verify that no block is leaked or held twice.
-
-        Raises:
-            RuntimeError: naming the block.
-        """
+        """Verify that no block is leaked or held twice. Raises RuntimeError, which names the block."""
         for _ in self.check_by_parts():
             pass
 

@@ -34,47 +34,29 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step.
+    """Limits of a step. Raises ValueError: limits contradict each other; the message names both."""
 
-    Args:
-        max_num_seqs: sequences that may run at once.
-        max_num_batched_tokens: tokens of one step; at least max_num_seqs, so that decoding never waits.
-        max_model_len: longest sequence; the pool must hold one of it.
-        policy: a scheduling policy by its name, or as module:Class (`policies`).
-        lookahead: how many waiting sequences behind one that does not fit are tried.
-        max_bypasses: how often a sequence that does not fit may be overtaken.
-        max_prefill_stall_ms: prompts may hold up others for at most this many ms a step, or for as long as the others
-            take alone where that is longer; may be infinite. Without chunked prefill there is no bound.
-        max_queue_time: seconds after which a sequence that was never served is ended; may be infinite.
-        classes: classes of requests, with their objectives.
-        watermark: share of the pool that admission leaves free for those who run, and the most that is kept free of
-            each class's share for those to come.
-        weights: weights of tenants, who take turns by them; where there are none, tenants make no difference.
-        sharing: how prompts and decodes share steps.
-        swap: host memory for the KV of preempted sequences.
-        max_loras: slots for adapters; 0 where there are none.
-        most_drafts: most drafts behind a token; what makes them may make fewer.
-
-    Raises:
-        ValueError: when the limits contradict each other; the message names both.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+    max_num_seqs: int  # sequences that may run at once
+    max_num_batched_tokens: int  # tokens of one step; at least max_num_seqs, so that decoding never waits
+    max_model_len: int  # longest sequence; the pool must hold one of it
     enable_chunked_prefill: bool = True
-    policy: str = "fcfs"
-    lookahead: int = 16
-    max_bypasses: int = 32
+    policy: str = "fcfs"  # a scheduling policy by its name, or as module:Class (`policies`)
+    lookahead: int = 16  # how many waiting sequences behind one that does not fit are tried
+    max_bypasses: int = 32  # how often a sequence that does not fit may be overtaken
+    # Prompts may hold up others for at most this many ms a step, or for as long as the others take alone where that is
+    # longer; may be infinite. Without chunked prefill there is no bound.
     max_prefill_stall_ms: float = math.inf
-    max_queue_time: float = math.inf
-    classes: ClassTable = BUILT_IN
+    max_queue_time: float = math.inf  # seconds after which a sequence that was never served is ended; may be infinite
+    classes: ClassTable = BUILT_IN  # classes of requests, with their objectives
+    # Share of the pool that admission leaves free for those who run, and the most that is kept free of each class's
+    # share for those to come.
     watermark: float = 0.01
+    # Weights of tenants, who take turns by them; where there are none, tenants make no difference.
     weights: Mapping[str, float] = field(default_factory=dict)
-    swap: SwapSpace = NO_SWAP
-    sharing: Sharing = MIXED
-    max_loras: int = 0
-    most_drafts: int = MOST_DRAFTS
+    swap: SwapSpace = NO_SWAP  # host memory for the KV of preempted sequences
+    sharing: Sharing = MIXED  # how prompts and decodes share steps
+    max_loras: int = 0  # slots for adapters; 0 where there are none
+    most_drafts: int = MOST_DRAFTS  # most drafts behind a token; what makes them may make fewer
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:

@@ -239,23 +239,15 @@ def _waits_for_parent(parent: Sequence, sequence: Sequence) -> bool:
 
 @dataclass(slots=True)
 class Step:
-    """A step that is being decided.
+    """A step that is being decided."""
 
-    Args:
-        now: the time, in nanoseconds of the engine's clock.
-        decoding: running sequences that are to get a token, in order.
-        prompts: running sequences with a prompt under way, in order.
-        plan: what an executor is to do.
-        decision: what is noted of the reasons.
-        left_out: sequences of `decoding` that get no token unless the step would be empty.
-    """
-
-    now: int
+    now: int  # the time, in nanoseconds of the engine's clock
     sequences: Sequences
-    decoding: list[Sequence]
-    prompts: list[Sequence]
-    plan: StepPlan
-    decision: Decision
+    decoding: list[Sequence]  # running sequences that are to get a token, in order
+    prompts: list[Sequence]  # running sequences with a prompt under way, in order
+    plan: StepPlan  # what an executor is to do
+    decision: Decision  # what is noted of the reasons
+    # Sequences of `decoding` that get no token unless the step would be empty.
     left_out: list[Sequence] = field(default_factory=list)
 
     def preempt(self, victim: Sequence) -> None:

@@ -22,25 +22,18 @@ _LOOKUP = (None, "ngram", "[ngram]")  # what vLLM's `model` may be where there i
 class SpeculativeConfig:
     """How drafts are made, by the keys of vLLM's `--speculative-config`.
 
-    Args:
-        method: `ngram`: what followed the last tokens when they stood in the prompt or the output before.
-            `draft_model`: what a smaller model says, or what followed before where that is likelier to be right.
-            `mtp`: the same with the head for multi-token prediction that the checkpoint brings; `eagle3`: with a head
-            of a checkpoint of its own.
-        model: the smaller model, or the head: a folder, a bundled name, a Hugging Face id.
-        num_speculative_tokens: most drafts behind a token.
-        prompt_lookup_min: least tokens that must have stood there before.
-        prompt_lookup_max: tokens that are compared; of several places the one with the longest match is taken.
-
     Raises:
         ValueError: a value is beyond its limits; the message names both.
     """
 
+    # `ngram`: what followed the last tokens when they stood in the prompt or the output before. `draft_model`: what a
+    # smaller model says, or what followed before where that is likelier to be right. `mtp`: the same with the head for
+    # multi-token prediction that the checkpoint brings; `eagle3`: with a head of a checkpoint of its own.
     method: str = "ngram"
-    model: str | None = None
-    num_speculative_tokens: int = 15
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 16
+    model: str | None = None  # the smaller model, or the head: a folder, a bundled name, a Hugging Face id
+    num_speculative_tokens: int = 15  # most drafts behind a token
+    prompt_lookup_min: int = 2  # least tokens that must have stood there before
+    prompt_lookup_max: int = 16  # tokens that are compared; of several places the one with the longest match is taken
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -453,6 +453,6 @@ def _is_steady(scheduler: Scheduler) -> bool:
     running, sequences = scheduler.running, scheduler.sequences
     if not scheduler.accounting.all_decode(len(running)) or not admits_nobody(scheduler):
         return False
-    if len(sequences.waiting) and (sequences.slots is not None or not scheduler.config.sharing.decodes(True)):
+    if len(sequences.waiting) and (sequences.slots is not None or scheduler.config.sharing.prefill_first):
         return False  # a slot may become free for one that waits, or it may take the step from those who decode
     return not (scheduler.has_drafts or scheduler.config.weights) and scheduler.policy.is_steady(running)

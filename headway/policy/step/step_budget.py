@@ -16,18 +16,11 @@ from headway.policy.step.step_time import StepTimeModel, StepWork, pairs
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How prompts and those who decode share steps.
+    """How prompts and those who decode share steps."""
 
-    Args:
-        prefill_first: while prompts can be computed nobody decodes, so that the prompts' steps have no others in them.
-            Otherwise each step has a token of everybody who decodes, and prompts get the rest of it.
-    """
-
+    # While prompts can be computed nobody decodes, so that the prompts' steps have no others in them. Otherwise each
+    # step has a token of everybody who decodes, and prompts get the rest of it.
     prefill_first: bool = False
-
-    def decodes(self, with_prompts: bool) -> bool:
-        """Whether a step decodes, where prompts can be computed in it (`with_prompts`) or not."""
-        return not (self.prefill_first and with_prompts)
 
 
 MIXED, PREFILL_FIRST = Sharing(), Sharing(prefill_first=True)
@@ -37,19 +30,12 @@ TOKENS_UNTIL_LEARNT = 32
 
 @dataclass(slots=True)
 class StepBudget:
-    """What is left of a step for prompts: tokens, and nanoseconds for which others may be held up.
+    """What is left of a step for prompts: tokens, and nanoseconds for which others may be held up."""
 
-    Args:
-        tokens: how many tokens prompts may have.
-        step_time: predicts what tokens cost.
-        max_stall_ns: for how many nanoseconds prompts may hold up others; may be infinite.
-        least: tokens that the first prompt gets beside decoding sequences whatever they cost.
-    """
-
-    tokens: int
-    step_time: StepTimeModel
-    max_stall_ns: float = math.inf
-    least: int = 1
+    tokens: int  # how many tokens prompts may have
+    step_time: StepTimeModel  # predicts what tokens cost
+    max_stall_ns: float = math.inf  # for how many nanoseconds prompts may hold up others; may be infinite
+    least: int = 1  # tokens that the first prompt gets beside decoding sequences whatever they cost
     _stall_ns: float = math.inf  # nanoseconds that may still be added
     _shared: bool = False
 

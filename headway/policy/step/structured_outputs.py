@@ -23,21 +23,14 @@ class InvalidStructure(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What the output has to be.
+    """What the output has to be. Raises InvalidStructure: there is no such kind, or the text is too long."""
 
-    Args:
-        kind: json (a JSON schema), json_object, regex, choice, grammar (Lark or GBNF), or llguidance, which is what
-            headway.grammars makes of the others.
-        text: the schema as JSON, the expression, the choices as a JSON list, or the grammar; empty for json_object.
-        relaxed: parts of a schema that cannot be kept are ignored.
-
-    Raises:
-        InvalidStructure: there is no such kind, or the text is too long.
-    """
-
+    # Json (a JSON schema), json_object, regex, choice, grammar (Lark or GBNF), or llguidance, which is what
+    # headway.grammars makes of the others.
     kind: str
+    # The schema as JSON, the expression, the choices as a JSON list, or the grammar; empty for json_object.
     text: str = ""
-    relaxed: bool = False
+    relaxed: bool = False  # parts of a schema that cannot be kept are ignored
 
     def __post_init__(self) -> None:
         if self.kind not in (*_KINDS, COMPILED):

@@ -24,22 +24,16 @@ class FirstToken(msgspec.Struct, tag="first", gc=False):
 
 
 class Ran(msgspec.Struct, tag="ran", gc=False):
-    """A step that followed another, with work left to do between them; nanoseconds as in RecordedStep.
-
-    Args:
-        drafted: how many sequences tried drafts.
-        accepted: how many drafts were right.
-        refused: how many of these sequences had one that was not.
-    """
+    """A step that followed another, with work left to do between them; nanoseconds as in RecordedStep."""
 
     work: StepWork
     sequences: int
     between_ns: int
     forward_ns: int
     sampling_ns: int
-    drafted: int = 0
-    accepted: int = 0
-    refused: int = 0
+    drafted: int = 0  # how many sequences tried drafts
+    accepted: int = 0  # how many drafts were right
+    refused: int = 0  # how many of these sequences had one that was not
 
 
 NONE = 0, 0, 0

@@ -22,29 +22,20 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class Text(_Counted):
-    """Text of the answer, or of the reasoning before it.
-
-    Args:
-        malformed: it stood where a call was expected, and was none.
-    """
+    """Text of the answer, or of the reasoning before it."""
 
     kind: Literal["content", "reasoning"]
     text: str
-    malformed: bool = False
+    malformed: bool = False  # it stood where a call was expected, and was none
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin(_Counted):
-    """A call of a tool begins.
+    """A call of a tool begins."""
 
-    Args:
-        index: its number in the answer, from 0.
-        id: the id that the model wrote, in syntaxes that have one; else empty.
-    """
-
-    index: int
+    index: int  # its number in the answer, from 0
     name: str
-    id: str = ""
+    id: str = ""  # the id that the model wrote, in syntaxes that have one; else empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,14 @@ from headway.text.calls.syntaxes import BraceCalls, JsonCalls, NamedCalls, Pytho
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How reasoning is told from the answer that follows it.
+    """How reasoning is told from the answer that follows it."""
 
-    Args:
-        begins, ends: tags around it. A prompt may have the first already.
-        wraps: tags that may stand around the answer behind it.
-        is_special: the tags are tokens of their own, and so may come anywhere in an answer.
-        calls_end_it: so does the tag of a call.
-    """
-
+    # begins, ends: tags around it. A prompt may have the first already.
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
-    wraps: dict[str, str] | None = None
-    is_special: bool = False
-    calls_end_it: bool = False
+    wraps: dict[str, str] | None = None  # tags that may stand around the answer behind it
+    is_special: bool = False  # the tags are tokens of their own, and so may come anywhere in an answer
+    calls_end_it: bool = False  # so does the tag of a call
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -41,25 +35,17 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallFamily:
-    """How a family writes calls.
+    """How a family writes calls."""
 
-    Args:
-        syntax: None for harmony, whose calls are messages.
-        signs: texts that its chat templates have; of several families the first whose signs are all there is taken.
-        short_ids: its templates take only call ids of nine letters and digits.
-    """
-
-    syntax: Syntax | None
+    syntax: Syntax | None  # None for harmony, whose calls are messages
+    # Texts that its chat templates have; of several families the first whose signs are all there is taken.
     signs: tuple[tuple[str, ...], ...] = ()
-    short_ids: bool = False
+    short_ids: bool = False  # its templates take only call ids of nine letters and digits
 
 
 @dataclass(frozen=True)
 class Family:
     """How one model writes its answers.
-
-    Args:
-        arguments_as_text: its chat template takes the arguments of earlier calls as a JSON text, not as an object.
 
     Attributes:
         tags: all that calls and reasoning are told by; tags_without_calls, reasoning alone.
@@ -68,6 +54,7 @@ class Family:
     calls: CallFamily | None = None
     reasoning: Reasoning | None = None
     is_harmony: bool = False
+    # Its chat template takes the arguments of earlier calls as a JSON text, not as an object.
     arguments_as_text: bool = False
 
     @property

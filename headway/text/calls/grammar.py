@@ -292,15 +292,10 @@ def _check_keywords(schema: Schema) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """How values are written that are no JSON.
+    """How values are written that are no JSON."""
 
-    Args:
-        quote: around strings; empty for strings as Python has them.
-        words: how true, false and null are written.
-    """
-
-    quote: str
-    words: tuple[str, str, str]
+    quote: str  # around strings; empty for strings as Python has them
+    words: tuple[str, str, str]  # how true, false and null are written
     separator: str
     colon: str
 

@@ -81,17 +81,12 @@ def _whole_arguments(scan: Scanner, emit: Emit) -> Reading[None]:
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Objects with a name and arguments, alone, in a list, or one after another.
-
-    Args:
-        ends: tags that end the calls; without one, calls end where no other follows.
-        named: in place of objects there may be names with arguments behind them.
-    """
+    """Objects with a name and arguments, alone, in a list, or one after another."""
 
     begins: tuple[str, ...]
-    ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()  # tags that end the calls; without one, calls end where no other follows
     bare: str = ""
-    named: NamedCalls | None = None
+    named: NamedCalls | None = None  # in place of objects there may be names with arguments behind them
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -186,23 +181,16 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCalls:
-    """A name, a tag, and the arguments as JSON.
-
-    Args:
-        call: what begins each call after the tag that begins all; empty where that tag begins each.
-        arguments: tags before the arguments.
-        ends, closes: tags that end a call, and all calls.
-        before_id: the tag between a name and an id.
-        has_id: the head is an id, as functions.name:0.
-    """
+    """A name, a tag, and the arguments as JSON."""
 
     begins: tuple[str, ...]
-    call: str = ""
-    arguments: tuple[str, ...] = ()
+    call: str = ""  # what begins each call after the tag that begins all; empty where that tag begins each
+    arguments: tuple[str, ...] = ()  # tags before the arguments
+    # ends, closes: tags that end a call, and all calls.
     ends: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
-    before_id: str = ""
-    has_id: bool = False
+    before_id: str = ""  # the tag between a name and an id
+    has_id: bool = False  # the head is an id, as functions.name:0
     bare: str = field(default="", init=False)
 
     @property
@@ -261,23 +249,16 @@ class NamedCalls:
 
 @dataclass(frozen=True)
 class XmlCalls:
-    """A tag for each call and each argument. Values are bare text, so their type comes from the tool's schema.
-
-    Args:
-        opens: what stands around the name; without the second, the name ends where a line or an argument does.
-        closes: the tag that ends a call; empty where `ends` does.
-        keys: what stands around the name of an argument.
-        values: what stands around its value.
-        in_lines: there is a line break around each value.
-    """
+    """A tag for each call and each argument. Values are bare text, so their type comes from the tool's schema."""
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
-    keys: tuple[str, str]
-    values: tuple[str, str]
+    keys: tuple[str, str]  # what stands around the name of an argument
+    values: tuple[str, str]  # what stands around its value
+    # What stands around the name; without the second, the name ends where a line or an argument does.
     opens: tuple[str, str] = ("", "")
-    closes: str = ""
-    in_lines: bool = False
+    closes: str = ""  # the tag that ends a call; empty where `ends` does
+    in_lines: bool = False  # there is a line break around each value
     bare: str = field(default="", init=False)
 
     @property
@@ -351,16 +332,11 @@ class XmlCalls:
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """Calls as in Python, in a list or in lines. A list may have objects in JSON in their place.
-
-    Args:
-        ends: tags that end the calls.
-        in_list: brackets are around the calls.
-    """
+    """Calls as in Python, in a list or in lines. A list may have objects in JSON in their place."""
 
     begins: tuple[str, ...]
-    ends: tuple[str, ...] = ()
-    in_list: bool = True
+    ends: tuple[str, ...] = ()  # tags that end the calls
+    in_list: bool = True  # brackets are around the calls
     bare: str = ""
 
     @property

@@ -103,17 +103,12 @@ def _number(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lexicon:
-    """How a syntax writes the values of arguments.
+    """How a syntax writes the values of arguments."""
 
-    Args:
-        quotes: what is around a string.
-        escapes: a backslash in a string begins an escape of Python's; else all its characters stand for themselves.
-        bare_keys: keys of objects are written without quotes.
-    """
-
-    quotes: tuple[str, ...] = ('"""', "'''", '"', "'")
+    quotes: tuple[str, ...] = ('"""', "'''", '"', "'")  # what is around a string
+    # A backslash in a string begins an escape of Python's; else all its characters stand for themselves.
     escapes: bool = True
-    bare_keys: bool = False
+    bare_keys: bool = False  # keys of objects are written without quotes
 
     def value(self, scan: Scanner, emit: Emit, ends: str) -> Reading[None]:
         """Read one value, and give it to `emit` as JSON.
