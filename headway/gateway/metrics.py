@@ -84,7 +84,7 @@ class GatewayMetrics:
             (self._e2e, "e2e_request_latency", "First byte until the answer has ended."),
             (self._route, "request_route_time", "Checked body until it was handed to a backend's connection."),
         ):
-            yield times.family(f"{self._families.prefix}{name}_seconds", of_what)
+            yield self._families.histogram(f"{name}_seconds", of_what, {(): times})
         of, members, now = self._families, list(self._members().items()), clock()
         outcomes = {(name, key): count for name, each in members for key, count in each.outcomes.items()}
         yield of.counter("requests", "Requests by backend and outcome.", outcomes, "backend", "outcome")

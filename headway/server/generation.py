@@ -338,7 +338,7 @@ class Generation:
         stamps.detokenizing_ns += detokenized_ns - received_ns
         if output.token_ids or output.vector is not None:
             if stamps.last_token_ns:
-                self._metrics.on_output(received_ns - stamps.last_token_ns, self.terms.service.name)
+                self._metrics.by_class.gaps.add(self.terms.service.name, received_ns - stamps.last_token_ns)
             else:
                 stamps.first_token_ns = received_ns
                 self._place.had_output(choice.index // choice.params.n, received_ns)
@@ -392,15 +392,7 @@ class Generation:
         parent = parent_in(self._headers) if self._service.when_ended else None
         for choice in choices:
             phases_ns = _closed(choice)
-            self._metrics.on_finish(
-                choice.finish_reason or "abort",
-                choice.stamps,
-                len(choice.prompt.token_ids),
-                choice.num_tokens,
-                choice.timings,
-                phases_ns,
-                self.terms,
-            )
+            self._metrics.on_finish(choice, phases_ns, self.terms)
             if parent is not None:
                 ended = self._ended_choice(parent, choice, phases_ns)
                 for tell in self._service.when_ended:

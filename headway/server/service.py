@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from headway.config_files.classes import ClassFile
@@ -31,7 +32,7 @@ from headway.server.encoder import Encoder
 from headway.server.ended import Ended
 from headway.server.errors import ApiError, bad_request, unavailable
 from headway.server.grammars import GrammarChecks
-from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.metrics import Metrics, of_clients, of_encoder, of_grammars
 from headway.server.quotas import TenantQuotas
 from headway.server.request_log import log_of
 from headway.server.settings import ServerSettings
@@ -105,10 +106,10 @@ class Service(Door):
         self.encoder = Encoder(tokenizer, known, self.text_work, self.process_work, self.text_process)
         self.grammars = GrammarChecks(tokenizer, settings)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
-        self.metrics.add_encoder(self.encoder)
-        self.metrics.add_grammars(self.grammars)
+        self.metrics.add(partial(of_encoder, encoder=self.encoder))
+        self.metrics.add(partial(of_grammars, checks=self.grammars))
         self.connections: Collection[Connection] = ()
-        self.metrics.add_clients(self.backlog)
+        self.metrics.add(lambda families: of_clients(families, self.backlog()))
         self.created = int(time.time())
         self.model_names = ModelNames(settings, engine)
         self.pace = Pace()

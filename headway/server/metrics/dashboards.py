@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.engine.config import EngineConfig
 from headway.engine.messages import EngineStats, Ready
-from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.metrics import Metrics, of_clients
 from headway.server.metrics.telemetry import METRICS
 
 # The share of requests that are to meet all their objectives, by which burn rates are reckoned: a rate of 1 spends the
@@ -66,7 +66,7 @@ class Queries:
             pid=os.getpid(),
         )
         metrics = Metrics(prefix, "", engine)
-        metrics.add_clients(lambda: (0, 0))
+        metrics.add(lambda families: of_clients(families, (0, 0)))
         families = list(metrics.registry.collect())
         self.prefix = prefix
         told = METRICS.items()  # of which this machine has only some
