@@ -24,7 +24,7 @@ from headway.policy.fleet.health import RetryBudget
 from headway.policy.fleet.routing import router_of
 from headway.server.door import Door
 from headway.server.edge.bodies import Bodies
-from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.errors import ApiError, bad_request, not_found, unavailable
 from headway.server.quotas import Budgets
 
 # One of so many requests may be asked of a second backend as the first one is slow.
@@ -188,12 +188,8 @@ class Gateway(Door):
             return found
         if not (all(each.is_known for each in members) and members):
             raise unavailable("not all backends have said which models they have", "backends_loading", 1)
-        raise ApiError(
-            404,
-            f"model {(body.model or '')[:200]!r} is not served here; there are {', '.join(self.models())[:300]}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"model {(body.model or '')[:200]!r} is not served here; there are {', '.join(self.models())[:300]}"
+        raise not_found(message, "model_not_found", "model")
 
     def route(self, ask: Ask, serving: list[Member], tried: set[Member]) -> Member:
         """The backend that gets a request.
@@ -250,13 +246,8 @@ class Gateway(Door):
             )
         full = [each for each in serving if each.breaker.allows(now) and each.in_flight >= each.entry.max_requests]
         if full:
-            return ApiError(
-                429,
-                f"each backend has the {full[0].entry.max_requests} requests that it may have (max_requests)",
-                code="queue_full",
-                kind="rate_limit_error",
-                headers={"retry-after": "1"},
-            )
+            message = f"each backend has the {full[0].entry.max_requests} requests that it may have (max_requests)"
+            return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
         return self._no_backend("no backend with this model is well", serving, now)
 
     def _no_backend(self, what: str, members: list[Member], now: int) -> ApiError:

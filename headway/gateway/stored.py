@@ -15,7 +15,7 @@ from headway.gateway.asked import OF_BATCHES
 from headway.gateway.member import Member
 from headway.gateway.question import get
 from headway.gateway.upstream import UpstreamFailed
-from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.errors import ApiError, bad_request, not_found, unavailable
 
 # Objects of which the gateway knows where they are; backends are asked for others, for so many at a time.
 REMEMBERED, ASKED_AT_ONCE = 100_000, 4
@@ -94,7 +94,7 @@ class Homes:
 
     def not_found(self, kind: str, object_id: str) -> ApiError:
         word = WORDS[kind]
-        return ApiError(404, f"no {word} {object_id} is known here", code=f"{word}_not_found")
+        return not_found(f"no {word} {object_id} is known here", f"{word}_not_found")
 
     async def _asked(self, kind: str, object_id: str) -> Member | None:
         """Ask all backends: the gateway may have been started after the object was stored, or another one stored it."""
@@ -185,7 +185,7 @@ def _silent(names: list[str]) -> ApiError:
 
 def no_store(kind: str) -> ApiError:
     """The answer where no backend keeps files."""
-    return ApiError(404, f"no backend here has {kind}; one that has gets batches = true", code="not_found")
+    return not_found(f"no backend here has {kind}; one that has gets batches = true")
 
 
 def model_of_upload(raw: bytes) -> str | None:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -60,7 +59,7 @@ from headway.server.edge.connection import ARRIVED
 from headway.server.edge.edge import REQUEST_ID
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.errors import bad_request
+from headway.server.errors import bad_request, json_response
 from headway.server.generation import Generation, clock
 from headway.server.live import Live
 from headway.server.metrics.metrics import CONTENT_TYPE
@@ -106,10 +105,6 @@ def _written(token_ids: list[int], show: Callable[[int], str] | None = None) -> 
         parts.append(msgspec.json.encode(ids if show is None else [show(token_id) for token_id in ids])[1:-1])
         time.sleep(PAUSE_S)
     return msgspec.Raw(b"[%b]" % b",".join(parts))
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 class Routes:
@@ -373,27 +368,27 @@ class Routes:
         if self._page is not None and "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(self._page.html, headers=self._page.headers)
         places = {"api": "/docs", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
-        return _json({"server": f"headway {__version__}"} | places)
+        return json_response({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
         card, engine = self._service.card, self._service.engine
         cards = [card(name) for name in self._service.settings.served_model_names]
-        return _json({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
+        return json_response({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
+        return json_response(self._service.card(self._service.engine.adapters.get(name) or str(name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
 
     async def version(self) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def load(self) -> Response:
         """Requests in flight."""
-        return _json({"server_load": self._service.in_flight})
+        return json_response({"server_load": self._service.in_flight})
 
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
@@ -405,23 +400,23 @@ class Routes:
         now = clock()
         decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told.steps]
         if form == "json":
-            return _json({"steps": decisions})
+            return json_response({"steps": decisions})
         lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def profile(self, request: Request) -> Response:
         """Steps and the requests in them as a trace for ui.perfetto.dev: the last ones, or the next with kernels."""
         steps, kernels = query_number(request, "steps", 50, DECISIONS_KEPT), query_flag(request, "kernels")
-        return _json(await (self._profiles.of_next(steps) if kernels else self._profiles.of_last(steps)))
+        return json_response(await (self._profiles.of_next(steps) if kernels else self._profiles.of_last(steps)))
 
     async def start_profile(self) -> Response:
         """Begin a profile, as vLLM does: steps from now on are in what stop_profile answers."""
         await self._profiles.start()
-        return _json({"status": "started"})
+        return json_response({"status": "started"})
 
     async def stop_profile(self) -> Response:
         """The trace of the steps since start_profile, of the last ones where they are more than are kept."""
-        return _json(await self._profiles.stop())
+        return json_response(await self._profiles.stop())
 
     async def live(self) -> Response:
         """What the engine does now, twice a second, as server-sent events."""
@@ -430,7 +425,7 @@ class Routes:
     async def auto_tune(self) -> Response:
         """What the server has changed of its settings, and what it does about them now."""
         assert self._service.auto_tune is not None
-        return _json(self._service.auto_tune.look())
+        return json_response(self._service.auto_tune.look())
 
     async def metrics(self) -> Response:
         exposed = await asyncio.shield(await self._exposition.get())  # others wait for it, too

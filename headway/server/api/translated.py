@@ -21,7 +21,7 @@ from headway.server.api.responses_store import ResponseStore, page_of
 from headway.server.api.schemas import ChatBody, Message
 from headway.server.api.serving import read, read_unless_full
 from headway.server.edge.edge import ACCESS
-from headway.server.errors import AnthropicErrorBody, ApiError, bad_request
+from headway.server.errors import AnthropicErrorBody, ApiError, bad_request, json_response, not_found
 from headway.server.generation import Generation
 from headway.server.service import Service
 
@@ -76,7 +76,7 @@ class TranslatedRoutes:
         body = await read(self._service, request, CountBody)
         self._service.check_model(body.model)
         prompt = await chat_prompt(self._service, messages_api.chat_of(body, self._template), is_cut=True)
-        return _json({"input_tokens": len(prompt.token_ids)})
+        return json_response({"input_tokens": len(prompt.token_ids)})
 
     def _model(self, body: CountBody | ResponsesBody) -> str:
         return body.model or self._service.settings.served_model_names[0]
@@ -139,15 +139,15 @@ class TranslatedRoutes:
     async def delete(self, request: Request) -> Response:
         name = request.path_params["response_id"]
         self._store.delete(name, self._tenant(request))
-        return _json({"id": name, "object": "response", "deleted": True})
+        return json_response({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         name = request.path_params["response_id"]
         self._store.cancel(name, self._tenant(request))
-        return _json({"id": name, "object": "response", "status": "cancelled"})
+        return json_response({"id": name, "object": "response", "status": "cancelled"})
 
     async def unknown(self, request: Request) -> Response:
-        raise ApiError(404, f"there is no POST {request.url.path[:100]}", code="not_found")
+        raise not_found(f"there is no POST {request.url.path[:100]}")
 
     async def input_items(self, request: Request) -> Response:
         limit = query_number(request, "limit", _PAGE, _MOST_ON_PAGE)
@@ -179,10 +179,6 @@ def _renamed(names: dict[str, str]) -> Iterator[None]:
 
 def _is_system(message: Message) -> bool:
     return message.role in ("system", "developer")
-
-
-def _json(content: Any) -> Response:
-    return _kept(msgspec.json.encode(content))
 
 
 def _kept(encoded: bytes) -> Response:

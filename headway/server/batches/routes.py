@@ -17,7 +17,7 @@ from headway.server.batches.store import FULL_ERRORS, DiskFull, InUse, Store
 from headway.server.batches.uploads import read_upload
 from headway.server.batches.worker import Batches
 from headway.server.edge.edge import ACCESS
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import ApiError, bad_request, not_found
 from headway.server.settings import ServerSettings
 
 MOST_FILES_LISTED, MOST_BATCHES_LISTED, BATCHES_LISTED = 10_000, 100, 20
@@ -54,16 +54,16 @@ def _json(content: BaseModel) -> Response:
 
 
 def _no_file(file_id: str, param: str = "file_id") -> ApiError:
-    return ApiError(404, f"there is no file {file_id[:60]!r}", param=param, code="file_not_found")
+    return not_found(f"there is no file {file_id[:60]!r}", "file_not_found", param)
 
 
 def _no_batch(batch_id: str) -> ApiError:
-    return ApiError(404, f"there is no batch {batch_id[:60]!r}", param="batch_id", code="batch_not_found")
+    return not_found(f"there is no batch {batch_id[:60]!r}", "batch_not_found", "batch_id")
 
 
 def _full(reason: str) -> ApiError:
     message = f"{reason}; no data is lost, and the request may be sent again when there is space"
-    return ApiError(507, message, code="disk_full", kind="server_error")
+    return ApiError(507, message, code="disk_full")
 
 
 async def _of_full_disk(request: Request, error: Exception) -> Response:

@@ -58,18 +58,12 @@ def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) 
             if version == "1.0":
                 raise malformed("HTTP/1.0 has no Transfer-Encoding")
             if value.lower() != b"chunked":
-                raise ApiError(
-                    501,
-                    f"Transfer-Encoding is {_shown(value)}; only chunked is supported",
-                    code="unsupported_transfer_encoding",
-                )
+                message = f"Transfer-Encoding is {_shown(value)}; only chunked is supported"
+                raise ApiError(501, message, code="unsupported_transfer_encoding")
         elif name == b"content-encoding" and value.lower() not in (b"identity", b""):
-            raise ApiError(
-                415,
-                f"Content-Encoding is {_shown(value)}; send the body as it is, without compression",
-                code="unsupported_content_encoding",
-                headers={"accept-encoding": "identity"},
-            )
+            message = f"Content-Encoding is {_shown(value)}; send the body as it is, without compression"
+            headers = {"accept-encoding": "identity"}
+            raise ApiError(415, message, code="unsupported_content_encoding", headers=headers)
         elif name == b"expect":
             holds_back = value.lower() == b"100-continue"
             if not holds_back:
@@ -96,29 +90,22 @@ def unknown_method(method: bytes) -> ApiError:
 
 def unknown_version(version: str) -> ApiError:
     """An error with 505, for another version of HTTP."""
-    return ApiError(
-        505, f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported", code="http_version_not_supported"
-    )
+    message = f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported"
+    return ApiError(505, message, code="http_version_not_supported")
 
 
 def too_long() -> ApiError:
     """An error with 414, for a target that is too long."""
-    return ApiError(
-        414,
-        f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body",
-        code="target_too_long",
-    )
+    message = f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body"
+    return ApiError(414, message, code="target_too_long")
 
 
 def too_much(is_body: bool) -> ApiError:
     """An error for too much beside the body itself: in the headers, or with `is_body` around the body's chunks."""
     if is_body:
         return malformed("what is around the chunks of the body is longer than the body, and than 64 KiB")
-    return ApiError(
-        431,
-        f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD // 2**10} KiB of them",
-        code="headers_too_large",
-    )
+    message = f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD // 2**10} KiB of them"
+    return ApiError(431, message, code="headers_too_large")
 
 
 def unparsable(error: httptools.HttpParserError, data: bytes) -> ApiError:
