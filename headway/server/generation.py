@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings
@@ -18,6 +20,7 @@ from headway.policy.step.ledger import Phase
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.choices import ServedChoice
+from headway.server.api.schemas import RequestBody
 from headway.server.classes import Terms
 from headway.server.ended import Ended, TraceParent, parent_in
 from headway.server.errors import ApiError, request_failed, unavailable
@@ -41,60 +44,58 @@ class Generation:
     the engine.
 
     Args:
-        place: the request's share of the queue, given back as choices end.
+        body: the checked body. With `include_timings`, the end of a choice is held back until the engine's part of its
+            ledger has come.
         params: the parameters of each prompt, all with the same n.
+        place: the request's share of the queue, given back as choices end.
         terms: its class, what it is promised, and the tenant that it is charged to.
-        arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
-        tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
+        stamps: its times so far, until its body was found valid, or the grammar that it is held to.
+        operation: what OpenTelemetry calls the request.
         prediction: what the answer may say in parts; drafts are found in it.
-        adapter: digest of the adapter that it is made with; empty for the base model.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
         hands_over: what is computed of the prompt is kept for another server.
         handle: of what another server has computed of the prompt.
-        operation, headers: what OpenTelemetry calls the request, and its headers, for its trace.
         make_choice: makes the choices.
-        include_timings: hold back the end of a choice until the engine's part of its ledger has come.
+
+    Raises:
+        ApiError: 429 or 503 where there is no room for its prompts, or no budget left, or the server shuts down.
     """
 
     def __init__(
         self,
         service: Service,
+        request: Request,
+        body: RequestBody,
         prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
         place: Place,
         terms: Terms,
+        stamps: Stamps,
+        operation: str,
         *,
-        arrived_ns: int,
-        checked_ns: int,
-        tokenized_ns: int = 0,
-        compiled_ns: int = 0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        prediction: list[int] | None = None,
-        adapter: str = "",
+        prediction: Sequence[int] = (),
         keep: bool = True,
-        include_timings: bool = False,
         pooling: PoolingParams | None = None,
         prompt_only: bool = False,
         hands_over: bool = False,
         handle: Handle | None = None,
-        operation: str = "text_completion",
-        headers: Mapping[str, str] | None = None,
         make_choice: Callable[..., ServedChoice] = ServedChoice,
     ) -> None:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        service.admission.add_prompts(place, lengths)
         self.id = uuid.uuid4().hex
         self.prompts = prompts
         self.terms = terms
-        self.adapter = adapter
+        self.adapter = service.adapter_of(body.model)  # its digest; empty for the base model
         self._service = service
         self._engine = service.engine
         self._metrics = service.metrics
-        self._include_timings = include_timings
+        self._include_timings = body.include_timings
         self._pooling = pooling
         self._operation = operation
-        self._headers = headers or {}
+        self._headers = request.headers
         self._prompt_only = prompt_only
         self._make_choice = make_choice
         self._aborted: ApiError | None = None
@@ -111,18 +112,17 @@ class Generation:
         self.hands_over = hands_over
         self.handle: Handle | None = None  # of the prompt that is kept
         self.begun: SequenceTimings | None = None  # the engine's part of the ledger when the handle came last
-        stamps = Stamps(arrived_ns, checked_ns, tokenized_ns=tokenized_ns, compiled_ns=compiled_ns)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            request = AddRequest(
+            asked = AddRequest(
                 request_id=f"{self.id}-{number}",
                 prompt_token_ids=prompt.token_ids,
                 params=one,
                 eos_token_ids=service.tokenizer.eos_token_ids,
-                priority=priority,
-                cache_salt=cache_salt or "",
-                prediction=prediction or [],
-                adapter=adapter,
-                arrival_ns=arrived_ns,
+                priority=body.priority,
+                cache_salt=body.cache_salt or "",
+                prediction=list(prediction),
+                adapter=self.adapter,
+                arrival_ns=stamps.arrived_ns,
                 service_class=terms.service.name,
                 ttft_ms=terms.ttft_ms,
                 tpot_ms=terms.tpot_ms,
@@ -131,7 +131,7 @@ class Generation:
                 hands_over=hands_over,
                 handle=handle,
             )
-            self._add(request, prompt, number * one.n, stamps, keep)
+            self._add(asked, prompt, number * one.n, stamps, keep)
         self.choices = list(self._choice_of.values())
         # Choices that have not ended for the client, and those that have not ended in the engine.
         self._unfinished = self._unsettled = len(self.choices)
@@ -139,9 +139,8 @@ class Generation:
         try:
             self._charge: Charge | None = None
             if service.quotas is not None:
-                tokens = sum(len(prompt.token_ids) for prompt in prompts)
                 outputs = [(each.n, each.max_tokens or 1) for each in params] if pooling is None else []
-                self._charge = service.quotas.reserve(terms.tenant, tokens, outputs)
+                self._charge = service.quotas.reserve(terms.tenant, sum(lengths), outputs)
         except ApiError:
             service.generations.discard(self)
             raise

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from headway.policy.admission.lengths import fit_to_class, fit_to_context
-from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
     InvalidParameter,
@@ -142,24 +140,3 @@ def check_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     raise bad_request(
         f"{field} has {shown} at position {position}; the vocabulary has the ids 0 to {vocab_size - 1}", field
     )
-
-
-def fitted_params(
-    params: SamplingParams,
-    prompt_len: int,
-    max_model_len: int,
-    service: ServiceClass,
-    *,
-    prompt_field: str,
-    max_tokens_field: str | None,
-) -> SamplingParams:
-    """The parameters that policy.intake.fit_to_context() and then fit_to_class() make of `params`.
-
-    Raises:
-        ApiError: 400 when the prompt, or prompt and output together, do not fit the context or the class.
-    """
-    try:
-        fitted = fit_to_context(params, prompt_len, max_model_len, max_tokens_field)
-        return fit_to_class(fitted, prompt_len, service, max_tokens_field)
-    except InvalidParameter as error:
-        raise bad_request(str(error), prompt_field if error.parameter == "prompt" else error.parameter) from None

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from headway.policy.objectives.service_class import LONGEST_NAME
+from headway.server.api.answers import logprob_entries
 from headway.server.api.choices import ScoredToken
 from headway.server.api.fields import Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
@@ -324,13 +325,7 @@ class ResponsesAnswer(PartsAnswer):
         content = [self._content(part)] if part.texts else []
         if part.kind == "reasoning":
             return {"id": f"rs_{part.id}", "type": "reasoning", "status": status, "summary": [], "content": content}
-        return {
-            "id": f"msg_{part.id}",
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        return {"id": f"msg_{part.id}", "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _content(self, part: Part, text: str | None = None) -> dict[str, Any]:
         """The content part of a message or of reasoning; `text` in place of its own."""
@@ -341,18 +336,7 @@ class ResponsesAnswer(PartsAnswer):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, tokens: list[ScoredToken]) -> list[dict[str, Any]]:
-        most = self._body.top_logprobs or 0
-        return [
-            {
-                **self._token(token.token_id, token.logprob),
-                "top_logprobs": [self._token(*each) for each in token.top[:most]],
-            }
-            for token in tokens
-        ]
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return list(logprob_entries(tokens, self._tokenizer, self._body.top_logprobs or 0))
 
     # --- events -------------------------------------------------------------------------------------
 
