@@ -15,6 +15,7 @@ from headway.gateway.asked import OF_BATCHES
 from headway.gateway.member import Member
 from headway.gateway.question import get
 from headway.gateway.upstream import UpstreamFailed
+from headway.server.edge.http_head import is_newest_first
 from headway.server.errors import ApiError, bad_request, not_found, unavailable
 
 # Objects of which the gateway knows where they are; backends are asked for others, for so many at a time.
@@ -120,8 +121,7 @@ class Homes:
         text = query.get("limit", str(most if kind == "files" else 20))
         if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
             raise bad_request(f"limit is {text[:60]!r}; it must be from 1 to {most}", "limit")
-        if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
+        newest_first = is_newest_first(query)
         members = self._storing(kind)
         if not members:
             raise no_store(kind)
@@ -140,7 +140,7 @@ class Homes:
                 if purpose is None or each.purpose == purpose:
                     found.append((each.created_at, each.id, raw))
         found.sort(key=lambda each: each[0], reverse=True)  # of equal ones, those of a backend stay in its order
-        if order == "asc":
+        if not newest_first:
             found.reverse()
         ids, after = [each[1] for each in found], query.get("after")
         if after is not None and after not in ids:

@@ -90,22 +90,6 @@ def _object_in(raw: bytearray) -> dict[str, Any]:
     return content
 
 
-def query_number(request: Request, name: str, default: int, most: int) -> int:
-    """A number from 1 to `most` of a request's query. Raises ApiError 400."""
-    given = request.query_params.get(name, str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
-        raise bad_request(f"{name} is {given[:60]!r}; it must be a number from 1 to {most}", name)
-    return int(given)
-
-
-def query_flag(request: Request, name: str) -> bool:
-    """Whether something is `true` in a request's query. Raises ApiError 400."""
-    given = request.query_params.get(name, "false")
-    if given not in ("true", "false"):
-        raise bad_request(f"{name} is {given[:60]!r}; it must be true or false", name)
-    return given == "true"
-
-
 def num_marks(raw: bytes | bytearray) -> int:
     """The commas and opening brackets of a JSON text, also within strings: it has at most one value more."""
     return len(raw) - len(raw.translate(None, b",[{"))

@@ -41,7 +41,7 @@ from headway.server.api.prompts import (
     prompt_ids,
     truncated,
 )
-from headway.server.api.request_body import check_body, query_flag, query_number
+from headway.server.api.request_body import check_body
 from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
     ChatBody,
@@ -59,6 +59,7 @@ from headway.server.api.serving import read, read_unless_full, serve
 from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.edge import REQUEST_ID
+from headway.server.edge.http_head import query_choice, query_number
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.errors import bad_request, json_response
@@ -383,9 +384,8 @@ class Routes:
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
         self._service.check_ready()
-        steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
-        if form not in ("json", "text"):
-            raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
+        steps = query_number(request.query_params, "steps", 50, DECISIONS_KEPT)
+        form = query_choice(request.query_params, "format", "json", ("json", "text"))
         told = await self._service.explained(Explain(steps))
         now = clock()
         decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told.steps]
@@ -396,8 +396,10 @@ class Routes:
 
     async def profile(self, request: Request) -> Response:
         """Steps and the requests in them as a trace for ui.perfetto.dev: the last ones, or the next with kernels."""
-        steps, kernels = query_number(request, "steps", 50, DECISIONS_KEPT), query_flag(request, "kernels")
-        return json_response(await (self._profiles.of_next(steps) if kernels else self._profiles.of_last(steps)))
+        steps = query_number(request.query_params, "steps", 50, DECISIONS_KEPT)
+        kernels = query_choice(request.query_params, "kernels", "false", ("true", "false"))
+        make = self._profiles.of_next if kernels == "true" else self._profiles.of_last
+        return json_response(await make(steps))
 
     async def start_profile(self) -> Response:
         """Begin a profile, as vLLM does: steps from now on are in what stop_profile answers."""

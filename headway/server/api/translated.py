@@ -15,12 +15,12 @@ from headway.server.api import messages_api, responses, responses_api
 from headway.server.api.messages_api import CountBody, MessagesAnswer, MessagesBody
 from headway.server.api.parts import PartsAnswer
 from headway.server.api.prompts import chat_prompt
-from headway.server.api.request_body import query_number
 from headway.server.api.responses_api import ResponsesAnswer, ResponsesBody
 from headway.server.api.responses_store import ResponseStore, page_of
 from headway.server.api.schemas import ChatBody, Message
 from headway.server.api.serving import read, read_unless_full
 from headway.server.edge.edge import ACCESS
+from headway.server.edge.http_head import is_newest_first, query_number
 from headway.server.errors import AnthropicErrorBody, ApiError, bad_request, json_response, not_found
 from headway.server.generation import Generation
 from headway.server.service import Service
@@ -150,13 +150,11 @@ class TranslatedRoutes:
         raise not_found(f"there is no POST {request.url.path[:100]}")
 
     async def input_items(self, request: Request) -> Response:
-        limit = query_number(request, "limit", _PAGE, _MOST_ON_PAGE)
-        after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
+        query = request.query_params
+        limit, newest_first = query_number(query, "limit", _PAGE, _MOST_ON_PAGE), is_newest_first(query)
         kept = self._store.find(request.path_params["response_id"], self._tenant(request))
         items = msgspec.json.decode(kept.input_items)
-        return _kept(page_of(items, after, limit, order == "desc"))
+        return _kept(page_of(items, query.get("after"), limit, newest_first))
 
     @staticmethod
     def _tenant(request: Request) -> str:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 
 import httptools
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, bad_request
 
 MAX_ID_LENGTH = 128
 MAX_TARGET = 8 * 2**10
@@ -25,6 +26,27 @@ def request_id(given: bytes) -> str:
     """A request's id: the one that the client gives, or a new one where that is none to repeat."""
     text = given.decode("latin-1")
     return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else os.urandom(16).hex()
+
+
+def query_number(query: QueryParams, name: str, default: int, most: int) -> int:
+    """A number from 1 to `most` of a request's query. Raises ApiError 400."""
+    given = query.get(name, str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise bad_request(f"{name} is {given[:60]!r}; it must be a number from 1 to {most}", name)
+    return int(given)
+
+
+def query_choice(query: QueryParams, name: str, default: str, choices: tuple[str, str]) -> str:
+    """One of two words of a request's query. Raises ApiError 400."""
+    given = query.get(name, default)
+    if given not in choices:
+        raise bad_request(f"{name} is {given[:60]!r}; it must be {' or '.join(choices)}", name)
+    return given
+
+
+def is_newest_first(query: QueryParams) -> bool:
+    """How a list is ordered that a request asks for. Raises ApiError 400."""
+    return query_choice(query, "order", "desc", ("asc", "desc")) == "desc"
 
 
 def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: bool = False) -> bytes:
