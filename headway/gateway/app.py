@@ -54,7 +54,7 @@ class Application:
         try:
             answer: Answer = await self._answer(Request(scope, receive), scope["method"], path)
         except ApiError as error:
-            self._gateway.metrics.refused(error)
+            self._gateway.metrics.count("requests_refused", error.code or str(error.status))
             answer = error.response(path)
         except ClientGone:
             answer = Response(status_code=499)

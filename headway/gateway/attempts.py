@@ -126,14 +126,14 @@ class Attempts:
                 if self.is_gone:
                     break
                 if self.aborted is None and self._may_retry(is_free=error.kind in NOT_THERE):
-                    gateway.metrics.retried(error.kind)
+                    gateway.metrics.count("retries", error.kind)
                     continue
                 raise self.aborted or error_of(failed.member, error) from None
             finally:
                 gateway.let_go(attempt.member)
             if not attempt.is_busy or not self._may_retry():
                 return attempt
-            gateway.metrics.retried(self._end_busy(attempt))
+            gateway.metrics.count("retries", self._end_busy(attempt))
         raise ClientGone
 
     def _route(self) -> Member:
@@ -156,11 +156,11 @@ class Attempts:
         except UpstreamFailed as error:
             self._end_failed(attempt, error)
             gateway.let_go(member)
-            gateway.metrics.handed_over("failed")
+            gateway.metrics.count("handovers", "failed")
         else:
             self._of_prompt = attempt
             attempt.attach(None, partial(self._prompt_ended, handover, attempt, work))
-            gateway.metrics.handed_over("kept" if handover.is_kept else "not_kept")
+            gateway.metrics.count("handovers", "kept" if handover.is_kept else "not_kept")
 
     def _prompt_ended(
         self, handover: Handover, attempt: Attempt, work: StepWork, failure: UpstreamFailed | None
@@ -239,7 +239,7 @@ class Attempts:
         if attempt.head is None or not attempt.head.is_stream:
             self._end(attempt, "not_replayed", None)
             raise CannotReplay(f"backend {member.entry.name} did not go on")
-        gateway.metrics.retried("stream")
+        gateway.metrics.count("retries", "stream")
         return attempt
 
     # --- hedging ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Attempts:
             if not done and self._may_hedge():
                 other = self._begin(self._route())
                 begun[asyncio.create_task(other.begin(self._request_to(other)))] = other
-                self._gateway.metrics.retried("slow")
+                self._gateway.metrics.count("retries", "slow")
             return await self._winner(begun)
         finally:
             for task in begun:

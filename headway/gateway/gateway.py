@@ -136,13 +136,13 @@ class Gateway(Door):
             file = read_gateway_file(self.file.path)
         except ValueError as error:
             logger.error("backends are unchanged: %s", error)
-            return self.metrics.on_reload("failed")
+            return self.metrics.count("reloads", "failed")
         if file.shared != self.file.shared:
             logger.error("[shared] is unchanged: restart the gateway to share something else")
             file = replace(file, shared=self.file.shared)
         self.take(file)
         logger.info("backends are now %s", ", ".join(each.name for each in file.backends))
-        self.metrics.on_reload("done")
+        self.metrics.count("reloads", "done")
 
     def has_limit(self, tenant: str) -> bool:
         """Whether a tenant, or all together, may use only so much."""
@@ -154,7 +154,7 @@ class Gateway(Door):
     def reload_keys(self) -> None:
         """Read the files of classes and of tenants again, where there are any."""
         if self.has_files:
-            self.metrics.on_reload("done" if self.read_files_again() else "failed")
+            self.metrics.count("reloads", "done" if self.read_files_again() else "failed")
 
     # --- which backend ----------------------------------------------------------------------------------
 
