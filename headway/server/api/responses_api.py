@@ -13,14 +13,13 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.answers import logprob_entries
 from headway.server.api.choices import ScoredToken
 from headway.server.api.fields import Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.responses_store import Kept, ResponseStore
-from headway.server.api.schemas import ChatBody
+from headway.server.api.schemas import ChatBody, OfEngine
 from headway.server.edge.streaming import EventWriter
 from headway.server.errors import ApiError, bad_request
 from headway.server.generation import Generation
@@ -60,10 +59,9 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = said("Without effect: nothing is obfuscated.")
 
 
-class ResponsesBody(Body):
+class ResponsesBody(OfEngine):
     """POST /v1/responses."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     input: str | list[dict[str, Any]] = said("A text of the user, or a list of items.", ...)
     instructions: str | None = said("A system message that goes before the conversation.")
     previous_response_id: str | None = said("The response whose conversation goes on.")
@@ -95,13 +93,6 @@ class ResponsesBody(Body):
     prompt_cache_retention: str | None = said("Without effect.")
     service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
         "Selects a service class by OpenAI's names."
-    )
-    service_class: str | None = said(
-        "The service class, with its objectives and limits.", min_length=1, max_length=LONGEST_NAME
-    )
-    priority: int = said("Lower goes first; other values than 0 need --scheduling-policy priority.", 0)
-    cache_salt: str | None = said(
-        "Prompts share cached prefixes only with prompts of the same salt.", min_length=1, max_length=256
     )
 
     @property
