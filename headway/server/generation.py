@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -86,18 +87,11 @@ class Generation:
         lengths = [len(prompt.token_ids) for prompt in prompts]
         service.admission.add_prompts(place, lengths)
         self.id = uuid.uuid4().hex
-        self.prompts = prompts
-        self.terms = terms
+        self.prompts, self.terms, self.hands_over = prompts, terms, hands_over
         self.adapter = service.adapter_of(body.model)  # its digest; empty for the base model
-        self._service = service
-        self._engine = service.engine
-        self._metrics = service.metrics
+        self._service, self._engine, self._metrics = service, service.engine, service.metrics
         self._include_timings = body.include_timings
-        self._pooling = pooling
-        self._operation = operation
-        self._headers = request.headers
-        self._prompt_only = prompt_only
-        self._make_choice = make_choice
+        self._operation, self._headers = operation, request.headers
         self._aborted: ApiError | None = None
         self._failed = False
         self._error: Exception | None = None  # the error that ended it
@@ -109,29 +103,13 @@ class Generation:
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
-        self.hands_over = hands_over
         self.handle: Handle | None = None  # of the prompt that is kept
         self.begun: SequenceTimings | None = None  # the engine's part of the ledger when the handle came last
+        tokenizer = service.tokenizer if pooling is None else None
+        make = partial(make_choice, tokenizer=tokenizer, keep=keep, prompt_only=prompt_only)
+        of_prompts = {"prediction": list(prediction), "pooling": pooling, "hands_over": hands_over, "handle": handle}
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            asked = AddRequest(
-                request_id=f"{self.id}-{number}",
-                prompt_token_ids=prompt.token_ids,
-                params=one,
-                eos_token_ids=service.tokenizer.eos_token_ids,
-                priority=body.priority,
-                cache_salt=body.cache_salt or "",
-                prediction=list(prediction),
-                adapter=self.adapter,
-                arrival_ns=stamps.arrived_ns,
-                service_class=terms.service.name,
-                ttft_ms=terms.ttft_ms,
-                tpot_ms=terms.tpot_ms,
-                tenant=terms.tenant,
-                pooling=pooling,
-                hands_over=hands_over,
-                handle=handle,
-            )
-            self._add(asked, prompt, number * one.n, stamps, keep)
+            self._add(number, prompt, one, body, stamps, make, of_prompts)
         self.choices = list(self._choice_of.values())
         # Choices that have not ended for the client, and those that have not ended in the engine.
         self._unfinished = self._unsettled = len(self.choices)
@@ -145,20 +123,38 @@ class Generation:
             service.generations.discard(self)
             raise
 
-    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, stamps: Stamps, keep: bool) -> None:
-        """Add the choices of a prompt, numbered from `first`."""
+    def _add(
+        self,
+        number: int,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        body: RequestBody,
+        stamps: Stamps,
+        make: Callable[..., ServedChoice],
+        of_prompts: dict[str, Any],
+    ) -> None:
+        """Add a prompt and its choices."""
+        terms, eos = self.terms, self._service.tokenizer.eos_token_ids
+        request = AddRequest(
+            request_id=f"{self.id}-{number}",
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            eos_token_ids=eos,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            adapter=self.adapter,
+            arrival_ns=stamps.arrived_ns,
+            service_class=terms.service.name,
+            ttft_ms=terms.ttft_ms,
+            tpot_ms=terms.tpot_ms,
+            tenant=terms.tenant,
+            **of_prompts,
+        )
         self._requests.append(request)
-        for index in range(request.params.n):
-            self._choice_of[request.request_id, index] = self._make_choice(
-                index=first + index,
-                prompt=prompt,
-                params=request.params,
-                tokenizer=self._service.tokenizer if self._pooling is None else None,
-                eos_token_ids=request.eos_token_ids,
-                stamps=replace(stamps),
-                keep=keep,
-                prompt_only=self._prompt_only,
-            )
+        for at in range(params.n):
+            index, own = number * params.n + at, replace(stamps)
+            choice = make(index=index, prompt=prompt, params=params, eos_token_ids=eos, stamps=own)
+            self._choice_of[request.request_id, at] = choice
 
     # --- usage --------------------------------------------------------------------------------------
 
