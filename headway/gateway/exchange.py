@@ -126,11 +126,8 @@ class Exchange:
         """Note what is left of the objective, whose deadline stands since the first byte came. Raises ApiError 503."""
         self.ask.ttft_ms = self.terms.ttft_ms - (clock() - self._joined.arrived_ns) / 1e6
         if self.ask.ttft_ms <= 0 and self.terms.service.when_late == "refuse":
-            raise unavailable(
-                f"the first token was due {self.terms.ttft_ms:g} ms after the request came, which is over",
-                "deadline_unreachable",
-                1,
-            )
+            message = f"the first token was due {self.terms.ttft_ms:g} ms after the request came, which is over"
+            raise unavailable(message, "deadline_unreachable", 1)
 
     def _request_to(self, attempt: Attempt) -> bytes:
         member = attempt.member

@@ -90,10 +90,8 @@ def _of_completion(body: CompletionBody, defaults: dict[str, Any]) -> dict[str, 
 
 def _of_chat(body: ChatBody, defaults: dict[str, Any]) -> dict[str, Any]:
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise bad_request(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one",
-            "max_completion_tokens",
-        )
+        message = f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one"
+        raise bad_request(message, "max_completion_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:

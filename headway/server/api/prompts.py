@@ -129,12 +129,7 @@ def most_tokens(body: RequestBody, max_model_len: int, longest: float) -> int | 
 
 
 def truncated(
-    service: Service,
-    prompts: list[TokenizedPrompt],
-    most: int | None,
-    is_framed: bool,
-    keep_end: bool,
-    end: int = 0,
+    service: Service, prompts: list[TokenizedPrompt], most: int | None, is_framed: bool, keep_end: bool, end: int = 0
 ) -> list[TokenizedPrompt]:
     """The first tokens of each prompt, or with `keep_end` the last: at most `most`; all where that is None.
 
@@ -276,10 +271,8 @@ def _reasoning(body: ChatFields, template: ChatTemplate) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if effort == "none" and "enable_thinking" in template.source:
         return {"enable_thinking": False}
-    raise bad_request(
-        f"reasoning_effort is {effort!r}, and the model's chat template does not know it; leave it out",
-        "reasoning_effort",
-    )
+    message = f"reasoning_effort is {effort!r}, and the model's chat template does not know it; leave it out"
+    raise bad_request(message, "reasoning_effort")
 
 
 def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:

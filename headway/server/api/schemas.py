@@ -96,9 +96,7 @@ PromptField = Annotated[
     WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
 ]
 TextsField = Annotated[
-    Any,
-    must_be("a string or a list of strings", _is_texts),
-    WithJsonSchema({"anyOf": [_TEXT, _TEXTS]}),
+    Any, must_be("a string or a list of strings", _is_texts), WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})
 ]
 DocumentsField = Annotated[
     Any,

@@ -120,10 +120,8 @@ class VectorRoutes:
         except ValueError as error:
             raise bad_request(str(error), fields[1]) from None
         if body.instruction is not None and not judged:
-            raise bad_request(
-                "this model scores by the cosine of embeddings, without an instruction; put it in the texts",
-                "instruction",
-            )
+            message = "this model scores by the cosine of embeddings, without an instruction; put it in the texts"
+            raise bad_request(message, "instruction")
 
         async def make(terms: Terms, place: Place) -> Response:
             stamps = Stamps(request.scope[ARRIVED], clock())

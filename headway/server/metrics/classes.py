@@ -32,11 +32,7 @@ class ClassMetrics:
     """
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        families: Families,
-        buckets: tuple[float, ...],
-        engine: EngineClient,
+        self, registry: CollectorRegistry, families: Families, buckets: tuple[float, ...], engine: EngineClient
     ) -> None:
         self._families, self._engine = families, engine
         self._labels, prefix = families.labels, families.prefix

@@ -193,11 +193,7 @@ def panels(of: Queries) -> dict[str, list[Panel]]:
             Panel("Batching windows a second", "short", [of.rate("batching_windows", legend="opened")]),
             Panel("Choices in a step", "short", of.quantiles("iteration_sequences")),
             Panel("Prompt tokens of a step that has some", "short", of.quantiles("step_prompt_tokens")),
-            Panel(
-                "Slack when a step begins",
-                "s",
-                [of.quantile("step_slack_seconds", at) for at in (0.01, 0.1, 0.5)],
-            ),
+            Panel("Slack when a step begins", "s", [of.quantile("step_slack_seconds", at) for at in (0.01, 0.1, 0.5)]),
             Panel(
                 "Predictor: measured time / predicted time",
                 "short",

@@ -50,10 +50,7 @@ _GAUGES = {
     "num_running": ("num_requests_running", "Choices in the batch."),
     "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1."),
     "swap_usage": ("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1."),
-    "fairness_lead": (
-        "fairness_lead_tokens",
-        "Largest lead of a tenant over another that waited, in weighted tokens.",
-    ),
+    "fairness_lead": ("fairness_lead_tokens", "Largest lead of a tenant over another that waited, in weighted tokens."),
     "fairness_bound": ("fairness_bound_tokens", "Largest bound of that lead, in weighted tokens."),
 }
 _TRIED = "spec_decode_num_draft_tokens", "Drafts that were tried"
@@ -95,10 +92,7 @@ _HISTOGRAMS = {
     "step_duration_seconds": (FINE_SECONDS, "Duration of an engine step."),
     "decode_step_duration_seconds": (FINE_SECONDS, "Duration of an engine step without prompts."),
     "step_prompt_tokens": (TOKENS, "Prompt tokens of a step that has some."),
-    "step_slack_seconds": (
-        FINE_SECONDS,
-        "Time until the next token with a TPOT objective is due, when a step begins.",
-    ),
+    "step_slack_seconds": (FINE_SECONDS, "Time until the next token with a TPOT objective is due, when a step begins."),
     "step_time_to_roofline_ratio": (
         DISTANCES,
         "Measured time of a forward pass / the least that the machine needs for it, of one step in sixteen.",
