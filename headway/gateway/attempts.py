@@ -31,7 +31,7 @@ class Attempts:
         request_to: the bytes that an attempt sends.
         edit, on_token: see Attempt.
         handover: of the prompt, which another backend may compute; None where that is not possible.
-        prompt_to: the bytes that that backend is sent.
+        with_body: the bytes that a backend is sent with another body, and maybe to another path.
 
     Attributes:
         last: the latest one that may answer, or has answered.
@@ -49,11 +49,11 @@ class Attempts:
         edit: Edit,
         on_token: Callable[[Attempt], None],
         handover: Handover | None,
-        prompt_to: Callable[[Member], bytes],
+        with_body: Callable[..., bytes],
     ) -> None:
         self._gateway, self._ask, self._is_work = gateway, ask, is_work
         self._before, self._request_to, self._edit, self._on_token = before, request_to, edit, on_token
-        self._handover, self._prompt_to = handover, prompt_to
+        self._handover, self._with_body = handover, with_body
         self._serving: list[Member] = []
         self._tried: set[Member] = set()
         self._under_way: list[Attempt] = []
@@ -152,7 +152,7 @@ class Attempts:
         attempt = Attempt(member, ask, None, handover.read, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
-            await attempt.begin(self._prompt_to(member))
+            await attempt.begin(self._with_body(member, handover.prompt_request))
         except UpstreamFailed as error:
             self._end_failed(attempt, error)
             gateway.let_go(member)
@@ -210,12 +210,8 @@ class Attempts:
 
     # --- going on with a stream -----------------------------------------------------------------------------
 
-    async def replayed(self, replay: Replay, request_to: Callable[[Member, bytes], bytes], edit: Edit) -> Attempt:
+    async def replayed(self, replay: Replay, edit: Edit) -> Attempt:
         """The attempt that goes on with a stream, at another Headway backend.
-
-        Args:
-            request_to: the bytes that a backend is sent, with this body.
-            edit: see Attempt.
 
         Raises:
             CannotReplay, UpstreamFailed, ApiError: there is none that can.
@@ -229,7 +225,7 @@ class Attempts:
         member = gateway.route(self._ask, serving, self._tried)
         attempt = self._begin(member, edit)
         try:
-            await attempt.begin(request_to(member, await replay.continued(member)))
+            await attempt.begin(self._with_body(member, await replay.continued(member), "/v1/completions"))
         except (CannotReplay, UpstreamFailed) as error:
             if isinstance(error, UpstreamFailed):
                 self._end_failed(attempt, error)

@@ -253,7 +253,7 @@ class Answer(Shaped):
         engine = choice.timings or generation.begun
         if engine is not None:
             timings = ChoiceTimings(choice.stamps, engine, 0)
-            timings.mark(Phase.TRANSPORT, clock())
+            timings.ledger.mark(Phase.TRANSPORT, clock())
             phases = {str(phase): length for phase, length in timings.ledger.phases_ns.items()}
             told = {"kv_transfer_params": parameters_of(generation.handle), "phases_ns": phases}
             writer.push(event(encode({**self._chunk(None), **told})))
@@ -296,10 +296,10 @@ class Answer(Shaped):
         """Push the last chunk, with timings. They are made when the client has taken all chunks before it."""
         timings = self.generation.timings()
         if timings is not None:
-            timings.mark(Phase.SEND, clock())
+            timings.ledger.mark(Phase.SEND, clock())
             if not writer.is_drained:
                 await writer.drained()
-                timings.mark(Phase.SEND_BLOCKED, clock())
+                timings.ledger.mark(Phase.SEND_BLOCKED, clock())
             encoded = with_timings(encoded, timings, clock)
         self._push(writer, choice, True, encoded)
 

@@ -13,7 +13,7 @@ from headway.policy.step.sampling_params import (
     check_number,
     sampling_defaults,
 )
-from headway.server.api.beams import check_body, defaults_for_beams
+from headway.server.api.beams import check_body
 from headway.server.api.fields import LEAST, MOST
 from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.server.api.structures import structured_outputs
@@ -49,7 +49,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     """
     if body.use_beam_search:
         check_body(body)
-        defaults = defaults_for_beams(defaults)
+        defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}  # others are for drawing
     given: dict[str, Any] = dict(defaults)
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     given["structured_outputs"] = structured_outputs(body)
