@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import prometheus_client
@@ -76,6 +77,7 @@ _COUNTERS = {
     _TRIED[0]: (_TRIED[0], f"{_TRIED[1]}."),
     _KEPT[0]: (_KEPT[0], f"{_KEPT[1]}."),
 }
+_increments = attrgetter(*_COUNTERS)
 # Counters with a further label: the label, and what they count.
 _LABELLED = {
     "service_class_reloads": ("result", "Reloads of the files of classes and tenants, by result."),
@@ -154,7 +156,7 @@ class Metrics:
         self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
         self._engine, self._labels = engine, (model_name, "0")
         self.families = Families(prefix, dict(zip(LABELS, self._labels, strict=True)))
-        self._counters = {field: self._made(Counter, *each) for field, each in _COUNTERS.items()}
+        self._counters = [self._made(Counter, *each) for each in _COUNTERS.values()]
         self._by = {name: self._made(Counter, name, text, label) for name, (label, text) in _LABELLED.items()}
         self._seen = {
             name: self._made(Histogram, name, text, buckets=buckets) for name, (buckets, text) in _HISTOGRAMS.items()
@@ -220,8 +222,8 @@ class Metrics:
         self._steps.clear()
 
     def _count_step(self, stats: EngineStats) -> None:
-        for name, counter in self._counters.items():
-            if increment := getattr(stats, name):
+        for counter, increment in zip(self._counters, _increments(stats), strict=True):
+            if increment:
                 counter.inc(increment)
         seen = self._seen
         if stats.scheduled_tokens:
