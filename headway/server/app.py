@@ -23,7 +23,6 @@ from headway.server.api.translated import TranslatedRoutes
 from headway.server.api.vectors import VectorRoutes
 from headway.server.batches.calls import InProcess
 from headway.server.batches.gaps import Gaps, batch_class
-from headway.server.batches.metrics import of_batches
 from headway.server.batches.objects import BatchBody
 from headway.server.batches.routes import BatchRoutes
 from headway.server.batches.store import Store
@@ -137,5 +136,5 @@ def _batches(app: FastAPI, service: Service) -> Batches | None:
         return None
     post = InProcess(app, lambda: batch_class(service.classes.table)).post
     batches = Batches(Store(settings.data_dir), post, Gaps(service), service.model_names)
-    service.metrics.add(lambda families: of_batches(families, batches))
+    service.metrics.add(batches.collect)
     return batches

@@ -192,9 +192,9 @@ class Generation:
         """Note when the first tokens of a choice, or its last ones, were handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
-            self._metrics.on_first_sent(since_arrival_ns, self.terms.service.name)
+            self._metrics.on_sent("ttft", since_arrival_ns, self.terms.service.name)
         if is_last:
-            self._metrics.on_last_sent(since_arrival_ns, self.terms.service.name)
+            self._metrics.on_sent("e2e", since_arrival_ns, self.terms.service.name)
 
     # --- running ------------------------------------------------------------------------------------
 

@@ -51,10 +51,6 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, str) or _all_of(str, value)
 
 
-def _is_stop(value: Any) -> bool:
-    return value is None or _is_texts(value)
-
-
 def _are_documents(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(each, str) or (isinstance(each, dict) and each.keys() == {"text"} and isinstance(each["text"], str))
@@ -63,11 +59,8 @@ def _are_documents(value: Any) -> bool:
 
 
 def _is_content(value: Any) -> bool:
-    return (
-        value is None
-        or isinstance(value, str)
-        or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
-    )
+    is_list = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    return is_list or value is None or isinstance(value, str)
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -105,7 +98,7 @@ DocumentsField = Annotated[
 ]
 StopField = Annotated[
     Any,
-    must_be("a string or a list of strings", _is_stop),
+    must_be("a string or a list of strings", lambda value: value is None or _is_texts(value)),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
 ]
 IdsField = Annotated[

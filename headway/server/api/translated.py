@@ -17,7 +17,7 @@ from headway.server.api.parts import PartsAnswer
 from headway.server.api.prompts import chat_prompt
 from headway.server.api.responses_api import ResponsesAnswer, ResponsesBody
 from headway.server.api.responses_store import ResponseStore, page_of
-from headway.server.api.schemas import ChatBody, Message
+from headway.server.api.schemas import ChatBody
 from headway.server.api.serving import read, read_unless_full
 from headway.server.edge.edge import ACCESS
 from headway.server.edge.http_head import is_newest_first, query_number
@@ -126,7 +126,7 @@ class TranslatedRoutes:
         kept, dropped = chat.messages, 0
         while True:
             prompt = await chat_prompt(self._service, chat, chat.cache_salt, is_cut=True)
-            others = [number for number, each in enumerate(kept[:-1]) if not _is_system(each)]
+            others = [number for number, each in enumerate(kept[:-1]) if each.role not in ("system", "developer")]
             if len(prompt.token_ids) <= limit or dropped == len(others):
                 return
             dropped = min(len(others), 2 * dropped or 1)
@@ -173,10 +173,6 @@ def _renamed(names: dict[str, str]) -> Iterator[None]:
             first, space, rest = error.message.partition(" ")
             error.message = names.get(first, first) + space + rest
         raise
-
-
-def _is_system(message: Message) -> bool:
-    return message.role in ("system", "developer")
 
 
 def _kept(encoded: bytes) -> Response:

@@ -178,8 +178,9 @@ class VectorRoutes:
         while too_long := [at for at, prompt in enumerate(prompts) if len(prompt.token_ids) > most]:
             for at in too_long:
                 query, document = texts[at]
-                excess = len(prompts[at].token_ids) - most
-                texts[at] = query, await self._shorter(document, excess, body.truncation_side == "left")
+                cut = document, len(prompts[at].token_ids) - most, body.truncation_side == "left"
+                shorter = partial(self._service.tokenizer.shorter, *cut)
+                texts[at] = query, await self._service.text_work.run(len(document), shorter)
                 if not texts[at][1]:
                     raise bad_request(
                         f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document "
@@ -188,10 +189,6 @@ class VectorRoutes:
                     )
             prompts = await self._rendered(body, texts, field)
         return prompts
-
-    async def _shorter(self, text: str, num_tokens: int, keep_end: bool) -> str:
-        tokenizer = self._service.tokenizer
-        return await self._service.text_work.run(len(text), lambda: tokenizer.shorter(text, num_tokens, keep_end))
 
     async def _rendered(
         self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str

@@ -17,7 +17,7 @@ OTHER = "other"
 NS = 1e-9
 # The phases that a server counts: not those of a gateway, or behind the end of the ledger.
 _SPENT = sorted({*Phase} - {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND, Phase.SEND, Phase.SEND_BLOCKED})
-_HISTOGRAMS = {
+CLASS_HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
     "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),
     "e2e": ("e2e_request_latency_seconds", "Arrival until the last token is sent, by class."),
@@ -44,7 +44,7 @@ class ClassMetrics:
 
         self._histograms = {
             key: Histogram(f"{prefix}class_{name}", text, by_class, buckets=buckets, registry=registry)
-            for key, (name, text) in _HISTOGRAMS.items()
+            for key, (name, text) in CLASS_HISTOGRAMS.items()
         }
         self._children: dict[tuple[str, str], Histogram] = {}
         self.spent_ns: dict[tuple[str, str], int] = {}  # label, phase -> time of choices that have ended

@@ -19,7 +19,7 @@ from headway.server.classes import Terms
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
 from headway.server.grammars import OUTCOMES, GrammarChecks
-from headway.server.metrics.classes import ClassMetrics
+from headway.server.metrics.classes import CLASS_HISTOGRAMS, ClassMetrics
 from headway.server.metrics.families import Collector, Families
 from headway.server.metrics.memory import MemoryMetrics
 from headway.server.metrics.process import of_engine_process
@@ -249,15 +249,10 @@ class Metrics:
         for cause, length in stats.stall_ns.items():
             self._by["stall_seconds"].labels(*self._labels, cause).inc(length * NS)
 
-    def on_first_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """Count the first token of a choice, which was handed to the connection."""
-        self._seen["time_to_first_token_seconds"].observe(since_arrival_ns * NS)
-        self.by_class.observe("ttft", service_class, since_arrival_ns)
-
-    def on_last_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """Count a choice that ended by stop or length, and whose end was handed to the connection."""
-        self._seen["e2e_request_latency_seconds"].observe(since_arrival_ns * NS)
-        self.by_class.observe("e2e", service_class, since_arrival_ns)
+    def on_sent(self, key: str, since_arrival_ns: int, service_class: str) -> None:
+        """Count that the first token of a choice was handed to the connection (`ttft`), or its end (`e2e`)."""
+        self._seen[CLASS_HISTOGRAMS[key][0]].observe(since_arrival_ns * NS)
+        self.by_class.observe(key, service_class, since_arrival_ns)
 
     def on_refused(self, error: ApiError, service_class: str) -> None:
         """Count a request that was refused; other errors do not count."""
