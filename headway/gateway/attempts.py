@@ -31,7 +31,7 @@ class Attempts:
         request_to: the bytes that an attempt sends.
         edit, on_token: see Attempt.
         handover: of the prompt, which another backend may compute; None where that is not possible.
-        with_body: the bytes that a backend is sent with another body, and maybe to another path.
+        with_body: the bytes that a backend is sent with another body, and to another path unless that is empty.
 
     Attributes:
         last: the latest one that may answer, or has answered.
@@ -49,7 +49,7 @@ class Attempts:
         edit: Edit,
         on_token: Callable[[Attempt], None],
         handover: Handover | None,
-        with_body: Callable[..., bytes],
+        with_body: Callable[[Member, bytes, str], bytes],
     ) -> None:
         self._gateway, self._ask, self._is_work = gateway, ask, is_work
         self._before, self._request_to, self._edit, self._on_token = before, request_to, edit, on_token
@@ -152,7 +152,7 @@ class Attempts:
         attempt = Attempt(member, ask, None, handover.read, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
-            await attempt.begin(self._with_body(member, handover.prompt_request))
+            await attempt.begin(self._with_body(member, handover.prompt_request, ""))
         except UpstreamFailed as error:
             self._end_failed(attempt, error)
             gateway.let_go(member)
