@@ -69,8 +69,8 @@ class Bodies:
                     self.held += len(body) - body.counted
                     body.counted = len(body)
                     if self.held > MAX_HELD * self._most:
-                        message = f"{self.held} bytes of large bodies are being received; at most "
-                        raise too_many(f"{message}{MAX_HELD * self._most} may be", "too_many_large_bodies", 1)
+                        held = f"{self.held} bytes of large bodies are being received"
+                        raise too_many(f"{held}; at most {MAX_HELD * self._most} may be", "too_many_large_bodies", 1)
         except BaseException:
             body.__exit__()
             raise

@@ -84,8 +84,8 @@ def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) 
                 raise ApiError(501, message, code="unsupported_transfer_encoding")
         elif name == b"content-encoding" and value.lower() not in (b"identity", b""):
             message = f"Content-Encoding is {_shown(value)}; send the body as it is, without compression"
-            headers = {"accept-encoding": "identity"}
-            raise ApiError(415, message, code="unsupported_content_encoding", headers=headers)
+            takes = {"accept-encoding": "identity"}
+            raise ApiError(415, message, code="unsupported_content_encoding", headers=takes)
         elif name == b"expect":
             holds_back = value.lower() == b"100-continue"
             if not holds_back:
