@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +17,7 @@ from headway.installation import require_engine
 from headway.policy.objectives.service_class import BUILT_IN
 
 if TYPE_CHECKING:
-    from headway.gateway.gateway import Gateway
+    from headway.gateway.run import GatewayServer
 
 app = typer.Typer(add_completion=False)
 
@@ -36,7 +38,7 @@ def gateway(
         check_tenants(settings)
         certificate = Certificate.of(settings)
         with bind(settings.host, settings.port) as listener:
-            run_gateway(listener, settings, certificate, _tell)
+            run_gateway(listener, settings, certificate, _telling)
     except (ValueError, StartupError) as error:
         fail(str(error))
 
@@ -49,8 +51,10 @@ def check_tenants(settings: GatewaySettings) -> None:
         raise ValueError("[shared] shares what tenants may use, and there are none; give --tenants FILE")
 
 
-def _tell(gateway: Gateway, url: str) -> None:
-    names = ", ".join(f"{each.entry.name} ({each.entry.url})" for each in gateway.members.values())
+@contextlib.asynccontextmanager
+async def _telling(server: GatewayServer, url: str) -> AsyncIterator[None]:
+    names = ", ".join(f"{each.entry.name} ({each.entry.url})" for each in server.gateway.members.values())
     print(f"headway gateway at {url}, in front of {names}", file=sys.stderr, flush=True)
-    if gateway.settings.is_open:
+    if server.gateway.settings.is_open:
         print("everybody who reaches this machine can use it; --api-key makes requests need a key", file=sys.stderr)
+    yield

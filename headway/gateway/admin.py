@@ -14,7 +14,7 @@ from starlette.responses import Response
 from headway.config_files.key_file import SHOWN_DIGITS, add_key, revoke_key
 from headway.config_files.tenants import Access, TenantFile
 from headway.gateway.gateway import Gateway
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import ApiError, bad_request, json_response, not_found
 
 KEYS = "/admin/keys"
 logger = logging.getLogger("headway.server")
@@ -42,12 +42,12 @@ class Admin:
         name = path.removeprefix(KEYS).removeprefix("/")
         if method == "GET" and not name:
             keys = self._gateway.tenants.keys.items()
-            return _json({"object": "list", "data": [_shown(digest, access) for digest, access in keys]})
+            return json_response({"object": "list", "data": [_shown(digest, access) for digest, access in keys]})
         if method == "POST" and not name:
             return await self._add(request)
         if method == "DELETE" and name:
             return await self._revoke(name)
-        raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
+        raise not_found(f"there is no {method} {path[:200]}")
 
     async def _add(self, request: Request) -> Response:
         with await self._gateway.bodies.received(request) as received:
@@ -65,17 +65,17 @@ class Admin:
         key, file = await self._edited(add_key, access, wanted.new_tenant)
         digest = next(reversed(file.keys))
         self._take(f"made key {digest.hex()[:SHOWN_DIGITS]} of tenant {wanted.tenant}")
-        return _json(_shown(digest, file.keys[digest]) | {"key": key}, 201)
+        return json_response(_shown(digest, file.keys[digest]) | {"key": key}, 201)
 
     async def _revoke(self, name: str) -> Response:
         digest, _ = await self._edited(revoke_key, name, not self._gateway.settings.api_keys)
         self._take(f"revoked key {digest.hex()[:SHOWN_DIGITS]}")
-        return _json({"id": digest.hex()[:SHOWN_DIGITS], "object": "api_key", "deleted": True})
+        return json_response({"id": digest.hex()[:SHOWN_DIGITS], "object": "api_key", "deleted": True})
 
     async def _edited(self, edit: Any, *arguments: Any) -> Any:
         path = self._gateway.tenants.path
         if not path:
-            raise ApiError(404, "there is no file of tenants to keep keys in; give --tenants FILE", code="no_tenants")
+            raise not_found("there is no file of tenants to keep keys in; give --tenants FILE", "no_tenants")
         async with self._editing:
             try:
                 return await asyncio.to_thread(edit, Path(path), *arguments)
@@ -83,7 +83,7 @@ class Admin:
                 raise bad_request(str(error)) from None
             except OSError as error:
                 message = f"cannot write {path}: {error.strerror}"
-                raise ApiError(507, message, code="disk_full", kind="server_error") from None
+                raise ApiError(507, message, code="disk_full") from None
 
     def _take(self, what: str) -> None:
         logger.info("the admin API %s", what)
@@ -95,7 +95,3 @@ def _shown(digest: bytes, access: Access) -> dict[str, Any]:
         name: getattr(access, name) for name in ("tenant", "created", "default", "best", "models", "scopes", "note")
     }
     return {"id": digest.hex()[:SHOWN_DIGITS], "object": "api_key", **told}
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,7 +25,7 @@ from headway.server.edge.edge import ACCESS, ADMIN_PATH, HEADERS, IGNORED, Edge,
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
 from headway.server.edge.streaming import WHEN_GONE
-from headway.server.errors import ApiError, ClientGone
+from headway.server.errors import ApiError, ClientGone, json_response, not_found
 
 EXPOSITION_EVERY_S = 0.1
 Answer = Response | Relay
@@ -44,8 +43,8 @@ class Application:
             "/": self._root,
             "/health": lambda: health(gateway.check_ready),
             "/ping": lambda: health(gateway.check_ready),
-            "/version": lambda: _json({"version": __version__}),
-            "/load": lambda: _json({"server_load": gateway.in_flight}),
+            "/version": lambda: json_response({"version": __version__}),
+            "/load": lambda: json_response({"server_load": gateway.in_flight}),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +54,7 @@ class Application:
         try:
             answer: Answer = await self._answer(Request(scope, receive), scope["method"], path)
         except ApiError as error:
-            self._gateway.metrics.refused(error)
+            self._gateway.metrics.count("requests_refused", error.code or str(error.status))
             answer = error.response(path)
         except ClientGone:
             answer = Response(status_code=499)
@@ -82,7 +81,7 @@ class Application:
             return self._models(request) if method in ("GET", "HEAD") else _not_allowed(method, path, "GET")
         if path.startswith("/v1/models/"):
             return self._model(request, path.removeprefix("/v1/models/"))
-        raise ApiError(404, f"there is no {method} {path[:200]}", code="not_found")
+        raise not_found(f"there is no {method} {path[:200]}")
 
     # --- requests that are passed on ----------------------------------------------------------------------
 
@@ -112,16 +111,12 @@ class Application:
         if api.stores != "batches":
             return None
         if self._gateway.has_limit(tenant):
-            raise ApiError(
-                403,
-                f"tenant {tenant!r} has limits, and what batches use is not charged here; send requests themselves",
-                code="batches_not_charged",
-                kind="permission_error",
-            )
+            what = "has limits, and what batches use is not charged here; send requests themselves"
+            raise ApiError(403, f"tenant {tenant!r} {what}", code="batches_not_charged")
         file_id = body.input_file_id or ""
         home = await homes.of("files", file_id, tenant) if IS_ID.fullmatch(file_id) else None
         if home is None:
-            raise ApiError(404, f"no file {file_id[:60]!r} is known here", param="input_file_id", code="file_not_found")
+            raise not_found(f"no file {file_id[:60]!r} is known here", "file_not_found", "input_file_id")
         return home
 
     async def _pass_on_stored(self, request: Request, path: str, kind: str, object_id: str) -> Answer:
@@ -170,7 +165,7 @@ class Application:
 
     def _root(self) -> Response:
         places = {"models": "/v1/models", "health": "/health", "metrics": "/metrics"}
-        return _json({"server": f"headway gateway {__version__}"} | places)
+        return json_response({"server": f"headway gateway {__version__}"} | places)
 
     def _cards(self, request: Request) -> dict[str, Any]:
         """The models that the request's key may use."""
@@ -184,23 +179,18 @@ class Application:
 
     def _models(self, request: Request) -> Response:
         self._gateway.check_up()
-        return _json({"object": "list", "data": list(self._cards(request).values())})
+        return json_response({"object": "list", "data": list(self._cards(request).values())})
 
     def _model(self, request: Request, name: str) -> Response:
         card = self._cards(request).get(name)
         if card is None:
-            raise ApiError(404, f"model {name[:200]!r} is not served here", param="model", code="model_not_found")
-        return _json(card)
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+            raise not_found(f"model {name[:200]!r} is not served here", "model_not_found", "model")
+        return json_response(card)
 
 
 def _not_allowed(method: str, path: str, allowed: str) -> Response:
-    raise ApiError(
-        405, f"{method} {path} is not allowed; use {allowed}", code="method_not_allowed", headers={"allow": allowed}
-    )
+    message = f"{method} {path} is not allowed; use {allowed}"
+    raise ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
 
 
 def create_gateway_app(gateway: Gateway) -> ASGIApp:

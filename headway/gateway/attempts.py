@@ -31,7 +31,7 @@ class Attempts:
         request_to: the bytes that an attempt sends.
         edit, on_token: see Attempt.
         handover: of the prompt, which another backend may compute; None where that is not possible.
-        prompt_to: the bytes that that backend is sent.
+        with_body: the bytes that a backend is sent with another body, and to another path unless that is empty.
 
     Attributes:
         last: the latest one that may answer, or has answered.
@@ -49,11 +49,11 @@ class Attempts:
         edit: Edit,
         on_token: Callable[[Attempt], None],
         handover: Handover | None,
-        prompt_to: Callable[[Member], bytes],
+        with_body: Callable[[Member, bytes, str], bytes],
     ) -> None:
         self._gateway, self._ask, self._is_work = gateway, ask, is_work
         self._before, self._request_to, self._edit, self._on_token = before, request_to, edit, on_token
-        self._handover, self._prompt_to = handover, prompt_to
+        self._handover, self._with_body = handover, with_body
         self._serving: list[Member] = []
         self._tried: set[Member] = set()
         self._under_way: list[Attempt] = []
@@ -126,14 +126,14 @@ class Attempts:
                 if self.is_gone:
                     break
                 if self.aborted is None and self._may_retry(is_free=error.kind in NOT_THERE):
-                    gateway.metrics.retried(error.kind)
+                    gateway.metrics.count("retries", error.kind)
                     continue
                 raise self.aborted or error_of(failed.member, error) from None
             finally:
                 gateway.let_go(attempt.member)
             if not attempt.is_busy or not self._may_retry():
                 return attempt
-            gateway.metrics.retried(self._end_busy(attempt))
+            gateway.metrics.count("retries", self._end_busy(attempt))
         raise ClientGone
 
     def _route(self) -> Member:
@@ -152,15 +152,15 @@ class Attempts:
         attempt = Attempt(member, ask, None, handover.read, lambda _: None, ask.tokens)
         self._under_way.append(attempt)
         try:
-            await attempt.begin(self._prompt_to(member))
+            await attempt.begin(self._with_body(member, handover.prompt_request, ""))
         except UpstreamFailed as error:
             self._end_failed(attempt, error)
             gateway.let_go(member)
-            gateway.metrics.handed_over("failed")
+            gateway.metrics.count("handovers", "failed")
         else:
             self._of_prompt = attempt
             attempt.attach(None, partial(self._prompt_ended, handover, attempt, work))
-            gateway.metrics.handed_over("kept" if handover.is_kept else "not_kept")
+            gateway.metrics.count("handovers", "kept" if handover.is_kept else "not_kept")
 
     def _prompt_ended(
         self, handover: Handover, attempt: Attempt, work: StepWork, failure: UpstreamFailed | None
@@ -210,12 +210,8 @@ class Attempts:
 
     # --- going on with a stream -----------------------------------------------------------------------------
 
-    async def replayed(self, replay: Replay, request_to: Callable[[Member, bytes], bytes], edit: Edit) -> Attempt:
+    async def replayed(self, replay: Replay, edit: Edit) -> Attempt:
         """The attempt that goes on with a stream, at another Headway backend.
-
-        Args:
-            request_to: the bytes that a backend is sent, with this body.
-            edit: see Attempt.
 
         Raises:
             CannotReplay, UpstreamFailed, ApiError: there is none that can.
@@ -229,7 +225,7 @@ class Attempts:
         member = gateway.route(self._ask, serving, self._tried)
         attempt = self._begin(member, edit)
         try:
-            await attempt.begin(request_to(member, await replay.continued(member)))
+            await attempt.begin(self._with_body(member, await replay.continued(member), "/v1/completions"))
         except (CannotReplay, UpstreamFailed) as error:
             if isinstance(error, UpstreamFailed):
                 self._end_failed(attempt, error)
@@ -239,7 +235,7 @@ class Attempts:
         if attempt.head is None or not attempt.head.is_stream:
             self._end(attempt, "not_replayed", None)
             raise CannotReplay(f"backend {member.entry.name} did not go on")
-        gateway.metrics.retried("stream")
+        gateway.metrics.count("retries", "stream")
         return attempt
 
     # --- hedging ----------------------------------------------------------------------------------------
@@ -258,7 +254,7 @@ class Attempts:
             if not done and self._may_hedge():
                 other = self._begin(self._route())
                 begun[asyncio.create_task(other.begin(self._request_to(other)))] = other
-                self._gateway.metrics.retried("slow")
+                self._gateway.metrics.count("retries", "slow")
             return await self._winner(begun)
         finally:
             for task in begun:

@@ -83,7 +83,7 @@ class Exchange:
             self._edited,
             self._had_token,
             self._handover,
-            self._prompt_to,
+            self._with_body,
         )
         self._has_ended = False
 
@@ -126,11 +126,8 @@ class Exchange:
         """Note what is left of the objective, whose deadline stands since the first byte came. Raises ApiError 503."""
         self.ask.ttft_ms = self.terms.ttft_ms - (clock() - self._joined.arrived_ns) / 1e6
         if self.ask.ttft_ms <= 0 and self.terms.service.when_late == "refuse":
-            raise unavailable(
-                f"the first token was due {self.terms.ttft_ms:g} ms after the request came, which is over",
-                "deadline_unreachable",
-                1,
-            )
+            message = f"the first token was due {self.terms.ttft_ms:g} ms after the request came, which is over"
+            raise unavailable(message, "deadline_unreachable", 1)
 
     def _request_to(self, attempt: Attempt) -> bytes:
         member = attempt.member
@@ -141,12 +138,11 @@ class Exchange:
         body = self._raw if self._replay is None else self._replay.request
         if self._handover is not None and member.entry.role == DECODE:
             self._joined.before, body = self._handover.phases, self._handover.request(body)
-        return request_to(member, self._request, self._path, self._own_headers(member), body)
+        return self._with_body(member, body)
 
-    def _prompt_to(self, member: Member) -> bytes:
-        assert self._handover is not None
-        body = self._handover.prompt_request
-        return request_to(member, self._request, self._path, self._own_headers(member), body)
+    def _with_body(self, member: Member, body: bytes, path: str = "") -> bytes:
+        """The bytes that a backend is sent with a body of the gateway's own, at another path where one is given."""
+        return request_to(member, self._request, path or self._path, self._own_headers(member), body)
 
     def _own_headers(self, member: Member) -> dict[bytes, bytes]:
         """Headers that say what the gateway has decided; empty ones are not passed on."""
@@ -242,7 +238,7 @@ class Exchange:
     async def _go_on(self, replay: Replay, writer: EventWriter, failed: Attempt, failure: UpstreamFailed) -> None:
         """Have another backend go on with a stream; where none can, end it with the error."""
         try:
-            attempt = await self._attempts.replayed(replay, self._replay_to, self._replayed)
+            attempt = await self._attempts.replayed(replay, self._replayed)
         except (CannotReplay, UpstreamFailed, ApiError) as error:
             if not self._attempts.is_gone:
                 logger.info("the stream is not gone on with: %s", error)
@@ -257,9 +253,6 @@ class Exchange:
         assert self._relay is not None
         self._pieces_before += failed.events.pieces
         self._relay.follow(attempt, writer)
-
-    def _replay_to(self, member: Member, body: bytes) -> bytes:
-        return request_to(member, self._request, "/v1/completions", self._own_headers(member), body)
 
     # --- what comes -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from headway.policy.fleet.health import RetryBudget
 from headway.policy.fleet.routing import router_of
 from headway.server.door import Door
 from headway.server.edge.bodies import Bodies
-from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.errors import ApiError, bad_request, not_found, unavailable
 from headway.server.quotas import Budgets
 
 # One of so many requests may be asked of a second backend as the first one is slow.
@@ -136,13 +136,13 @@ class Gateway(Door):
             file = read_gateway_file(self.file.path)
         except ValueError as error:
             logger.error("backends are unchanged: %s", error)
-            return self.metrics.on_reload("failed")
+            return self.metrics.count("reloads", "failed")
         if file.shared != self.file.shared:
             logger.error("[shared] is unchanged: restart the gateway to share something else")
             file = replace(file, shared=self.file.shared)
         self.take(file)
         logger.info("backends are now %s", ", ".join(each.name for each in file.backends))
-        self.metrics.on_reload("done")
+        self.metrics.count("reloads", "done")
 
     def has_limit(self, tenant: str) -> bool:
         """Whether a tenant, or all together, may use only so much."""
@@ -154,7 +154,7 @@ class Gateway(Door):
     def reload_keys(self) -> None:
         """Read the files of classes and of tenants again, where there are any."""
         if self.has_files:
-            self.metrics.on_reload("done" if self.read_files_again() else "failed")
+            self.metrics.count("reloads", "done" if self.read_files_again() else "failed")
 
     # --- which backend ----------------------------------------------------------------------------------
 
@@ -188,12 +188,8 @@ class Gateway(Door):
             return found
         if not (all(each.is_known for each in members) and members):
             raise unavailable("not all backends have said which models they have", "backends_loading", 1)
-        raise ApiError(
-            404,
-            f"model {(body.model or '')[:200]!r} is not served here; there are {', '.join(self.models())[:300]}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"model {(body.model or '')[:200]!r} is not served here; there are {', '.join(self.models())[:300]}"
+        raise not_found(message, "model_not_found", "model")
 
     def route(self, ask: Ask, serving: list[Member], tried: set[Member]) -> Member:
         """The backend that gets a request.
@@ -250,13 +246,8 @@ class Gateway(Door):
             )
         full = [each for each in serving if each.breaker.allows(now) and each.in_flight >= each.entry.max_requests]
         if full:
-            return ApiError(
-                429,
-                f"each backend has the {full[0].entry.max_requests} requests that it may have (max_requests)",
-                code="queue_full",
-                kind="rate_limit_error",
-                headers={"retry-after": "1"},
-            )
+            message = f"each backend has the {full[0].entry.max_requests} requests that it may have (max_requests)"
+            return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
         return self._no_backend("no backend with this model is well", serving, now)
 
     def _no_backend(self, what: str, members: list[Member], now: int) -> ApiError:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import Metric
 
 from headway.gateway.member import Member, clock
-from headway.server.errors import ApiError
 from headway.server.metrics.families import Families, Times
 from headway.server.metrics.tenants import TenantMetrics
 from headway.server.quotas import Budgets
@@ -20,6 +18,12 @@ SECONDS = (
     *(0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0),
 )
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+_COUNTERS = {
+    "requests_refused": ("code", "Requests refused, by code."),
+    "retries": ("reason", "Requests sent again, by reason."),
+    "handovers": ("result", "Prompts computed by a backend for prompts, by result."),
+    "reloads": ("result", "Files read again, by result."),
+}
 STATES = ("closed", "half_open", "open", "down", "unknown", "draining")
 
 prometheus_client.disable_created_metrics()
@@ -44,13 +48,10 @@ class GatewayMetrics:
         self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
         self._families = Families(prefix, {})
         self._ttft, self._e2e, self._route = Times(SECONDS), Times(SECONDS), Times(SECONDS)
-        counter = partial(Counter, registry=self.registry)
-        self._refused = counter(prefix + "requests_refused", "Requests refused, by code.", ("code",))
-        self._retries = counter(prefix + "retries", "Requests sent again, by reason.", ("reason",))
-        self._handovers = counter(
-            prefix + "handovers", "Prompts computed by a backend for prompts, by result.", ("result",)
-        )
-        self._reloads = counter(prefix + "reloads", "Files read again, by result.", ("result",))
+        self._counters = {
+            name: Counter(prefix + name, text, (label,), registry=self.registry)
+            for name, (label, text) in _COUNTERS.items()
+        }
         ProcessCollector(registry=self.registry)
         self.registry.register(self)  # type: ignore[arg-type]
         self.by_tenant: TenantMetrics | None = None
@@ -64,18 +65,9 @@ class GatewayMetrics:
         if first_token_ns:
             self._ttft.add(first_token_ns - arrived_ns)
 
-    def refused(self, error: ApiError) -> None:
-        """Count a request that got an error of the gateway."""
-        self._refused.labels(error.code or str(error.status)).inc()
-
-    def retried(self, reason: str) -> None:
-        self._retries.labels(reason).inc()
-
-    def handed_over(self, result: str) -> None:
-        self._handovers.labels(result).inc()
-
-    def on_reload(self, result: str) -> None:
-        self._reloads.labels(result).inc()
+    def count(self, name: str, value: str) -> None:
+        """Count what a row of _COUNTERS is about, by the value of its label."""
+        self._counters[name].labels(value).inc()
 
     def collect(self) -> Iterable[Metric]:
         """The families of times and of backends."""
@@ -84,7 +76,7 @@ class GatewayMetrics:
             (self._e2e, "e2e_request_latency", "First byte until the answer has ended."),
             (self._route, "request_route_time", "Checked body until it was handed to a backend's connection."),
         ):
-            yield times.family(f"{self._families.prefix}{name}_seconds", of_what)
+            yield self._families.histogram(f"{name}_seconds", of_what, {(): times})
         of, members, now = self._families, list(self._members().items()), clock()
         outcomes = {(name, key): count for name, each in members for key, count in each.outcomes.items()}
         yield of.counter("requests", "Requests by backend and outcome.", outcomes, "backend", "outcome")

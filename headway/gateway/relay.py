@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -12,14 +11,13 @@ from starlette.types import Receive, Scope, Send
 from headway.gateway.attempt import Attempt
 from headway.gateway.upstream import UpstreamFailed
 from headway.server.edge.settings import EdgeSettings
-from headway.server.edge.streaming import ABORT_CONNECTION, WRITE_NOW, EventWriter, SlowReader
+from headway.server.edge.streaming import WRITE_NOW, EventWriter, SlowReader, drop
 
 HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
-logger = logging.getLogger("headway.server")
 
 
 class Relay:
@@ -47,12 +45,12 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, write_now = self._settings, scope.get(WRITE_NOW, lambda data: False)
         writer = EventWriter(send, self._headers, settings.max_stream_buffer, settings.send_timeout, write_now)
-        writer.overflow.add_done_callback(lambda _: _drop(scope, "its buffer is full"))
+        writer.overflow.add_done_callback(lambda _: drop(scope, "its buffer is full"))
         try:
             self.follow(self._attempt, writer)
             await writer.run()
         except SlowReader as error:
-            _drop(scope, str(error))
+            drop(scope, str(error))
         finally:
             if self._has_ended_well:
                 self._finish(writer, None)
@@ -73,10 +71,3 @@ class Relay:
         finally:
             if not goes_on:
                 writer.close()
-
-
-def _drop(scope: Scope, reason: str) -> None:
-    """Cut the connection, as a client that does not read would not read an error either."""
-    logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
-    if (abort := scope.get(ABORT_CONNECTION)) is not None:
-        abort()

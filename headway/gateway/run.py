@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import uvloop
@@ -14,7 +15,7 @@ from headway.gateway.app import create_gateway_app
 from headway.gateway.asking import Asker
 from headway.gateway.gateway import Gateway
 from headway.gateway.settings import GatewaySettings
-from headway.server.edge.listening import Certificate, StartupError
+from headway.server.edge.listening import Certificate, StartupError, Watched
 from headway.server.edge.serving import EdgeServer, url_of
 
 WATCH_EVERY_S = 1.0
@@ -22,23 +23,11 @@ WATCH_EVERY_S = 1.0
 
 async def watch_file(gateway: Gateway, every_s: float = WATCH_EVERY_S) -> None:
     """Read the files again when that of the backends has changed, and is as it was a moment ago: for ever."""
-    path = gateway.file.path
-    taken = seen = _stamp(path)
-    while path:
+    watched = Watched(Path(gateway.file.path))
+    while gateway.file.path:
         await asyncio.sleep(every_s)
-        now = _stamp(path)
-        if now == seen != taken:
-            taken = now
+        if watched.have_changed():
             gateway.reload_files()
-        seen = now
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    try:
-        of_file = Path(path).stat()
-    except OSError:
-        return ()
-    return of_file.st_mtime_ns, of_file.st_size, of_file.st_ino
 
 
 class GatewayServer(EdgeServer):
@@ -68,14 +57,14 @@ def run_gateway(
     listener: socket.socket,
     settings: GatewaySettings,
     certificate: Certificate | None = None,
-    on_ready: Callable[[Gateway, str], None] = lambda gateway, url: None,
+    beside: Callable[[GatewayServer, str], AbstractAsyncContextManager[None]] = lambda server, url: nullcontext(),
 ) -> None:
     """Serve until a signal says stop.
 
     SIGHUP, and a change of the file of backends, has it read again without dropping a request.
 
     Args:
-        on_ready: called with the gateway and its URL when connections are accepted.
+        beside: what goes on while it serves, given the server and its URL, at which clients can connect by then.
 
     Raises:
         StartupError: the journal of quotas cannot be kept.
@@ -83,11 +72,10 @@ def run_gateway(
 
     async def serve() -> None:
         server = GatewayServer(settings, certificate)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, server.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
         server.gateway.full_collections.start()
-        loop.call_soon(on_ready, server.gateway, url_of(listener, certificate is not None))
-        await server.serve(sockets=[listener])
+        async with beside(server, url_of(listener, certificate is not None)):
+            await server.serve(sockets=[listener])
 
     try:
         uvloop.run(serve())

@@ -83,23 +83,33 @@ def _up_of(content: Mapping[str, Any]) -> UpFile:
     servers = entries_of(content, "server", server)
     if not servers:
         raise InvalidEntry("there are no servers; write [[server]] once for each", "server")
-    rest = {key: value for key, value in content.items() if key != "server"}
+    return UpFile(tuple(servers), gateway_with(content, "server", backends))
+
+
+def gateway_with(content: Mapping[str, Any], key: str, more: list[dict[str, Any]]) -> GatewayFile:
+    """The gateway of a file, with more backends, in place of the tables of a key. Raises InvalidEntry."""
     given = content.get("backend", [])
     if not isinstance(given, list):
         raise InvalidEntry("backend must be a list; write [[backend]] once for each", "backend")
-    return UpFile(tuple(servers), gateway_of(rest | {"backend": [*given, *backends]}, ""))
+    return gateway_of({name: each for name, each in content.items() if name != key} | {"backend": [*given, *more]}, "")
+
+
+def model_of(entry: Mapping[str, Any], what: str) -> str:
+    """The model that a table names. Raises InvalidEntry."""
+    model = entry.get("model", "")
+    if not isinstance(model, str) or not model:
+        raise InvalidEntry(f'{what} has no model; write model = "..."', "model")
+    return model
 
 
 def _server_of(entry: dict[str, Any]) -> ServerEntry:
     check_keys(entry, ("model", "served_model_name", "flags", *_OF_BACKEND), "a server")
-    model, flags = entry.get("model", ""), entry.get("flags", {})
-    if not isinstance(model, str) or not model:
-        raise InvalidEntry('a server has no model; write model = "..."', "model")
+    model = model_of(entry, "a server")
     name = str(entry.get("name", ""))
     served_as = entry.get("served_model_name", name)
     if not isinstance(served_as, str):
         raise InvalidEntry(f"served_model_name is {served_as!r:.80}; give a name", "served_model_name")
-    found = list(flags_of(flags))
+    found = list(flags_of(entry.get("flags", {})))
     if role := entry.get("role"):
         found.append(f"--role={role}")
     return ServerEntry(name, model, free_port(), secrets.token_urlsafe(24), served_as, tuple(found))

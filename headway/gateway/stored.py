@@ -15,7 +15,8 @@ from headway.gateway.asked import OF_BATCHES
 from headway.gateway.member import Member
 from headway.gateway.question import get
 from headway.gateway.upstream import UpstreamFailed
-from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.edge.http_head import is_newest_first
+from headway.server.errors import ApiError, bad_request, not_found, unavailable
 
 # Objects of which the gateway knows where they are; backends are asked for others, for so many at a time.
 REMEMBERED, ASKED_AT_ONCE = 100_000, 4
@@ -94,7 +95,7 @@ class Homes:
 
     def not_found(self, kind: str, object_id: str) -> ApiError:
         word = WORDS[kind]
-        return ApiError(404, f"no {word} {object_id} is known here", code=f"{word}_not_found")
+        return not_found(f"no {word} {object_id} is known here", f"{word}_not_found")
 
     async def _asked(self, kind: str, object_id: str) -> Member | None:
         """Ask all backends: the gateway may have been started after the object was stored, or another one stored it."""
@@ -120,8 +121,7 @@ class Homes:
         text = query.get("limit", str(most if kind == "files" else 20))
         if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
             raise bad_request(f"limit is {text[:60]!r}; it must be from 1 to {most}", "limit")
-        if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
+        newest_first = is_newest_first(query)
         members = self._storing(kind)
         if not members:
             raise no_store(kind)
@@ -140,7 +140,7 @@ class Homes:
                 if purpose is None or each.purpose == purpose:
                     found.append((each.created_at, each.id, raw))
         found.sort(key=lambda each: each[0], reverse=True)  # of equal ones, those of a backend stay in its order
-        if order == "asc":
+        if not newest_first:
             found.reverse()
         ids, after = [each[1] for each in found], query.get("after")
         if after is not None and after not in ids:
@@ -185,7 +185,7 @@ def _silent(names: list[str]) -> ApiError:
 
 def no_store(kind: str) -> ApiError:
     """The answer where no backend keeps files."""
-    return ApiError(404, f"no backend here has {kind}; one that has gets batches = true", code="not_found")
+    return not_found(f"no backend here has {kind}; one that has gets batches = true")
 
 
 def model_of_upload(raw: bytes) -> str | None:

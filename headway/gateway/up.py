@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import contextlib
 import socket
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import uvloop
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from headway.gateway.gateway import Gateway
 from headway.gateway.member import clock
-from headway.gateway.run import GatewayServer
+from headway.gateway.run import GatewayServer, run_gateway
 from headway.gateway.servers import END_S, LocalServer, UpFile
 from headway.gateway.settings import GatewaySettings
-from headway.server.edge.listening import Certificate, StartupError
-from headway.server.edge.serving import url_of
+from headway.server.edge.listening import Certificate
 
 SHOWN_EVERY_S = 0.5
 
@@ -97,16 +96,13 @@ def run_up(
     servers = [LocalServer(each, folder / f"{each.name}.log", more) for each in file.servers]
     settings.file = file.gateway
 
-    async def serve() -> None:
-        server = GatewayServer(settings, certificate)
-        server.gateway.full_collections.start()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-        url = url_of(listener, certificate is not None)
+    @contextlib.asynccontextmanager
+    async def servers_of(server: GatewayServer, url: str) -> AsyncIterator[None]:
         console.print(f"headway gateway at {url}; the servers' logs are in {folder}", highlight=False, soft_wrap=True)
         keeping = [asyncio.create_task(each.keep()) for each in servers]
         showing = asyncio.create_task(Screen(console, server.gateway, servers, url).run())
         try:
-            await server.serve(sockets=[listener])
+            yield
         finally:
             showing.cancel()
             await asyncio.gather(*(each.end(settings.shutdown_timeout + END_S) for each in servers))
@@ -114,8 +110,5 @@ def run_up(
                 each.cancel()
             await asyncio.gather(showing, *keeping, return_exceptions=True)
 
-    try:
-        uvloop.run(serve())
-    except ValueError as error:
-        raise StartupError(str(error)) from None
+    run_gateway(listener, settings, certificate, servers_of)
     console.print("all servers have ended", highlight=False)

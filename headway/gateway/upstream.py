@@ -208,16 +208,11 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one backend.
-
-    Attributes:
-        opened: how many were made.
-    """
+    """The connections to one backend."""
 
     def __init__(self, entry: BackendEntry, timeouts: Timeouts) -> None:
         self.entry, self.timeouts = entry, timeouts
         self.loop = asyncio.get_running_loop()
-        self.opened = 0
         self._idle: deque[Connection] = deque()  # the latest last
         self._all: set[Connection] = set()
         self._ssl: ssl.SSLContext | None = None
@@ -251,7 +246,6 @@ class Pool:
             raise UpstreamFailed("connect", f"its certificate is not trusted: {error.verify_message}") from None
         except OSError as error:
             raise UpstreamFailed("connect", f"no connection: {error.strerror or error}") from None
-        self.opened += 1
         self._all.add(connection)
         return connection
 

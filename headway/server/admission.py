@@ -9,7 +9,7 @@ from headway.engine.messages import Ready
 from headway.policy.admission.queue_bound import Place, QueueLimits, Queues, Refusal, TenantBound
 from headway.policy.objectives.service_class import BUILT_IN, ServiceClass
 from headway.server.edge.settings import EdgeSettings
-from headway.server.errors import ApiError, bad_request, too_many
+from headway.server.errors import bad_request, too_many
 
 clock = time.monotonic_ns
 _FLAGS = {"choices": "--max-num-queued-reqs", "tokens": "--max-num-queued-tokens"}
@@ -58,10 +58,8 @@ class Admission:
             self._check(self.queues.of_all.refusal(choices=1, tokens=1))
 
     def _check(self, refusal: Refusal | None) -> None:
-        if refusal is not None:
-            raise self._error(refusal)
-
-    def _error(self, refusal: Refusal) -> ApiError:
+        if refusal is None:
+            return
         bound, name, flag, of_class = refusal.bound, refusal.bound.service_class, _FLAGS[refusal.unit], ""
         if isinstance(bound, TenantBound):
             of_class, flag = f" of tenant {bound.tenant}", f"its share of {flag}"
@@ -71,12 +69,12 @@ class Admission:
             flag += f", of which {refusal.kept} are kept for other classes"
         unit = "choices" if refusal.unit == "choices" else "prompt tokens"
         if refusal.is_final:
-            return bad_request(
+            raise bad_request(
                 f"the request has {refusal.asked} {unit}, more than the limit of {refusal.limit}{of_class} ({flag}), "
                 "so it could never be served; split it",
                 "n" if refusal.unit == "choices" else None,
             )
-        return too_many(
+        raise too_many(
             f"{refusal.present} {_WHAT[refusal.unit].format(of_class)}, and this request has {refusal.asked}; "
             f"the limit is {refusal.limit} ({flag})",
             "queue_full",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -24,7 +23,6 @@ from headway.server.api.translated import TranslatedRoutes
 from headway.server.api.vectors import VectorRoutes
 from headway.server.batches.calls import InProcess
 from headway.server.batches.gaps import Gaps, batch_class
-from headway.server.batches.metrics import BatchMetrics
 from headway.server.batches.objects import BatchBody
 from headway.server.batches.routes import BatchRoutes
 from headway.server.batches.store import Store
@@ -89,40 +87,46 @@ def create_app(
     )
     install_handlers(app)
 
-    def openapi() -> dict[str, Any]:
-        described = FastAPI(title="Headway", version=__version__)
-        for describe in app.state.described:
-            describe(described)
-        document = described.openapi()
-        document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES, BatchBody))
-        if service.keys:
-            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            document["security"] = [{"key": []}]
-        return document
-
-    def written() -> tuple[bytes, str]:
-        document = app.openapi()
-        return msgspec.json.encode(document), api_page(document)
-
-    # Both are written once with API keys and once without, as that takes some 100 ms.
-    made: dict[bool, asyncio.Future[tuple[bytes, str]]] = {}
-
-    async def documents() -> tuple[bytes, str]:
-        has_keys = bool(service.keys)
-        if has_keys not in made:
-            made[has_keys] = asyncio.ensure_future(run_in_threadpool(written))
-        return await asyncio.shield(made[has_keys])
-
-    async def openapi_json() -> Response:
-        return Response((await documents())[0], media_type="application/json")
-
-    async def docs() -> HTMLResponse:
-        return HTMLResponse((await documents())[1])
-
-    app.openapi = openapi  # type: ignore[method-assign]
-    for path, handler in (("/openapi.json", openapi_json), ("/docs", docs)):
+    made = Documents(app.state.described, lambda: bool(service.keys))
+    for path, handler in (("/openapi.json", made.openapi), ("/docs", made.docs)):
         app.add_api_route(path, handler, methods=["GET"], include_in_schema=False)
     return app
+
+
+class Documents:
+    """What describes the API. It is written once with API keys and once without, as that takes some 100 ms.
+
+    Args:
+        described: what describes each route.
+        has_keys: whether requests need one.
+    """
+
+    def __init__(self, described: list[Callable[[FastAPI], None]], has_keys: Callable[[], bool]) -> None:
+        self._described, self._has_keys = described, has_keys
+        self._made: dict[bool, asyncio.Future[tuple[bytes, str]]] = {}
+
+    def _written(self, has_keys: bool) -> tuple[bytes, str]:
+        app = FastAPI(title="Headway", version=__version__)
+        for describe in self._described:
+            describe(app)
+        document = app.openapi()
+        document["components"].setdefault("schemas", {}).update(responses.definitions(*BODIES, BatchBody))
+        if has_keys:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        return msgspec.json.encode(document), api_page(document)
+
+    async def _documents(self) -> tuple[bytes, str]:
+        has_keys = self._has_keys()
+        if has_keys not in self._made:
+            self._made[has_keys] = asyncio.ensure_future(run_in_threadpool(self._written, has_keys))
+        return await asyncio.shield(self._made[has_keys])
+
+    async def openapi(self) -> Response:
+        return Response((await self._documents())[0], media_type="application/json")
+
+    async def docs(self) -> HTMLResponse:
+        return HTMLResponse((await self._documents())[1])
 
 
 def _batches(app: FastAPI, service: Service) -> Batches | None:
@@ -132,5 +136,5 @@ def _batches(app: FastAPI, service: Service) -> Batches | None:
         return None
     post = InProcess(app, lambda: batch_class(service.classes.table)).post
     batches = Batches(Store(settings.data_dir), post, Gaps(service), service.model_names)
-    service.metrics.registry.register(BatchMetrics(service.metrics.families, batches))
+    service.metrics.add(batches.collect)
     return batches

@@ -68,23 +68,14 @@ def terms_of(
             when the key may not use the class, or the model.
     """
     if access.models and body.model not in access.models:
-        raise ApiError(
-            403,
-            f"this API key may use {', '.join(access.models)[:300]}, not {(body.model or 'what no model names')[:200]}",
-            param="model",
-            code="model_not_allowed",
-            kind="permission_error",
-        )
+        allowed, asked = ", ".join(access.models)[:300], (body.model or "what no model names")[:200]
+        message = f"this API key may use {allowed}, not {asked}"
+        raise ApiError(403, message, param="model", code="model_not_allowed")
     service = _class_of(table, access, body, headers, ignored)
     if access.best and table.rank(service.name) < table.rank(access.best):
-        raise ApiError(
-            403,
-            f"this API key may use service class {access.best!r} and less urgent ones; the request names "
-            f"{service.name!r}",
-            param="service_class",
-            code="service_class_not_allowed",
-            kind="permission_error",
-        )
+        allowed = f"service class {access.best!r} and less urgent ones"
+        message = f"this API key may use {allowed}; the request names {service.name!r}"
+        raise ApiError(403, message, param="service_class", code="service_class_not_allowed")
     ttft_ms = objective(headers, TTFT_HEADER, service.ttft_ms, ignored)
     tpot_ms = objective(headers, TPOT_HEADER, service.tpot_ms, ignored)
     named = body.service_tier if body.service_tier != "auto" else None

@@ -1,4 +1,4 @@
-"""Every error leaves the server as an OpenAI error object."""
+"""Answers in JSON: every error leaves the server as an OpenAI error object."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer that is JSON."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+# What OpenAI calls errors, where that is not said otherwise; all others are an "invalid_request_error".
+_KINDS = {
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    507: "server_error",
+}
+
+
 class ApiError(Exception):
     """An answer other than 200; the message is for the user.
 
@@ -56,7 +71,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
+        kind: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -64,7 +79,7 @@ class ApiError(Exception):
         self.message = _cut(message, LONGEST_MESSAGE)
         self.param = param and _cut(param, LONGEST_PARAM)
         self.code = code
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "invalid_request_error")
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -73,7 +88,7 @@ class ApiError(Exception):
     def response(self, path: str = "") -> Response:
         """The answer to a request for a path, which may belong to Anthropic's API."""
         body = anthropic_error(self) if path.startswith(ANTHROPIC_PATH) else self.body()
-        return Response(msgspec.json.encode(body), self.status, headers=self.headers, media_type="application/json")
+        return json_response(body, self.status, self.headers)
 
 
 ANTHROPIC_PATH = "/v1/messages"
@@ -106,6 +121,10 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def not_found(message: str, code: str = "not_found", param: str | None = None) -> ApiError:
+    return ApiError(404, message, code=code, param=param)
+
+
 def unavailable(message: str, code: str, retry_after_s: int, dropped: str = "") -> ApiError:
     """An error with 503: nothing is wrong with the request, and it may be sent again later.
 
@@ -113,17 +132,17 @@ def unavailable(message: str, code: str, retry_after_s: int, dropped: str = "") 
         dropped: what llm-d's router calls the reason, for DROPPED_HEADER.
     """
     headers = {"retry-after": str(retry_after_s)} | ({DROPPED_HEADER: dropped} if dropped else {})
-    return ApiError(503, message, code=code, kind="service_unavailable_error", headers=headers)
+    return ApiError(503, message, code=code, headers=headers)
 
 
 def too_many(message: str, code: str, retry_after_s: int) -> ApiError:
     """An error with 429: nothing is wrong with the request, but others are waiting; it may be sent again later."""
     headers = {"retry-after": str(retry_after_s), DROPPED_HEADER: "rejected-saturated"}
-    return ApiError(429, message, code=code, kind="rate_limit_error", headers=headers)
+    return ApiError(429, message, code=code, headers=headers)
 
 
 def internal(message: str) -> ApiError:
-    return ApiError(500, message, kind="server_error", code="internal_error")
+    return ApiError(500, message, code="internal_error")
 
 
 def request_failed(message: str) -> ApiError:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from headway.engine.client import EngineDead
 from headway.engine.messages import AddRequest, SequenceOutput, SequenceTimings
@@ -18,6 +21,7 @@ from headway.policy.step.ledger import Phase
 from headway.policy.step.pooling import PoolingParams
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.choices import ServedChoice
+from headway.server.api.schemas import RequestBody
 from headway.server.classes import Terms
 from headway.server.ended import Ended, TraceParent, parent_in
 from headway.server.errors import ApiError, request_failed, unavailable
@@ -41,62 +45,53 @@ class Generation:
     the engine.
 
     Args:
-        place: the request's share of the queue, given back as choices end.
+        body: the checked body. With `include_timings`, the end of a choice is held back until the engine's part of its
+            ledger has come.
         params: the parameters of each prompt, all with the same n.
+        place: the request's share of the queue, given back as choices end.
         terms: its class, what it is promised, and the tenant that it is charged to.
-        arrived_ns, checked_ns: when the request's first byte came, and when its body was found valid.
-        tokenized_ns, compiled_ns: when the check of the grammar that it is held to began and ended; 0 without one.
+        stamps: its times so far, until its body was found valid, or the grammar that it is held to.
+        operation: what OpenTelemetry calls the request.
         prediction: what the answer may say in parts; drafts are found in it.
-        adapter: digest of the adapter that it is made with; empty for the base model.
         keep: choices keep their whole text, for an answer in one piece.
         pooling: a vector is wanted of each prompt, and no tokens.
         prompt_only: no tokens are wanted, though `params` have max_tokens 1.
         hands_over: what is computed of the prompt is kept for another server.
         handle: of what another server has computed of the prompt.
-        operation, headers: what OpenTelemetry calls the request, and its headers, for its trace.
         make_choice: makes the choices.
-        include_timings: hold back the end of a choice until the engine's part of its ledger has come.
+
+    Raises:
+        ApiError: 429 or 503 where there is no room for its prompts, or no budget left, or the server shuts down.
     """
 
     def __init__(
         self,
         service: Service,
+        request: Request,
+        body: RequestBody,
         prompts: list[TokenizedPrompt],
         params: list[SamplingParams],
         place: Place,
         terms: Terms,
+        stamps: Stamps,
+        operation: str,
         *,
-        arrived_ns: int,
-        checked_ns: int,
-        tokenized_ns: int = 0,
-        compiled_ns: int = 0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        prediction: list[int] | None = None,
-        adapter: str = "",
+        prediction: Sequence[int] = (),
         keep: bool = True,
-        include_timings: bool = False,
         pooling: PoolingParams | None = None,
         prompt_only: bool = False,
         hands_over: bool = False,
         handle: Handle | None = None,
-        operation: str = "text_completion",
-        headers: Mapping[str, str] | None = None,
         make_choice: Callable[..., ServedChoice] = ServedChoice,
     ) -> None:
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        service.admission.add_prompts(place, lengths)
         self.id = uuid.uuid4().hex
-        self.prompts = prompts
-        self.terms = terms
-        self.adapter = adapter
-        self._service = service
-        self._engine = service.engine
-        self._metrics = service.metrics
-        self._include_timings = include_timings
-        self._pooling = pooling
-        self._operation = operation
-        self._headers = headers or {}
-        self._prompt_only = prompt_only
-        self._make_choice = make_choice
+        self.prompts, self.terms, self.hands_over = prompts, terms, hands_over
+        self.adapter = service.adapter_of(body.model)  # its digest; empty for the base model
+        self._service, self._engine, self._metrics = service, service.engine, service.metrics
+        self._include_timings = body.include_timings
+        self._operation, self._headers = operation, request.headers
         self._aborted: ApiError | None = None
         self._failed = False
         self._error: Exception | None = None  # the error that ended it
@@ -108,30 +103,13 @@ class Generation:
         self._place = place
         self._held: dict[int, Piece] = {}  # choices whose end waits for their last output of the engine
         self.last: ServedChoice | None = None  # the choice that finished last
-        self.hands_over = hands_over
         self.handle: Handle | None = None  # of the prompt that is kept
         self.begun: SequenceTimings | None = None  # the engine's part of the ledger when the handle came last
-        stamps = Stamps(arrived_ns, checked_ns, tokenized_ns=tokenized_ns, compiled_ns=compiled_ns)
+        tokenizer = service.tokenizer if pooling is None else None
+        make = partial(make_choice, tokenizer=tokenizer, keep=keep, prompt_only=prompt_only)
+        of_prompts = {"prediction": list(prediction), "pooling": pooling, "hands_over": hands_over, "handle": handle}
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            request = AddRequest(
-                request_id=f"{self.id}-{number}",
-                prompt_token_ids=prompt.token_ids,
-                params=one,
-                eos_token_ids=service.tokenizer.eos_token_ids,
-                priority=priority,
-                cache_salt=cache_salt or "",
-                prediction=prediction or [],
-                adapter=adapter,
-                arrival_ns=arrived_ns,
-                service_class=terms.service.name,
-                ttft_ms=terms.ttft_ms,
-                tpot_ms=terms.tpot_ms,
-                tenant=terms.tenant,
-                pooling=pooling,
-                hands_over=hands_over,
-                handle=handle,
-            )
-            self._add(request, prompt, number * one.n, stamps, keep)
+            self._add(number, prompt, one, body, stamps, make, of_prompts)
         self.choices = list(self._choice_of.values())
         # Choices that have not ended for the client, and those that have not ended in the engine.
         self._unfinished = self._unsettled = len(self.choices)
@@ -139,27 +117,44 @@ class Generation:
         try:
             self._charge: Charge | None = None
             if service.quotas is not None:
-                tokens = sum(len(prompt.token_ids) for prompt in prompts)
                 outputs = [(each.n, each.max_tokens or 1) for each in params] if pooling is None else []
-                self._charge = service.quotas.reserve(terms.tenant, tokens, outputs)
+                self._charge = service.quotas.reserve(terms.tenant, sum(lengths), outputs)
         except ApiError:
             service.generations.discard(self)
             raise
 
-    def _add(self, request: AddRequest, prompt: TokenizedPrompt, first: int, stamps: Stamps, keep: bool) -> None:
-        """Add the choices of a prompt, numbered from `first`."""
+    def _add(
+        self,
+        number: int,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        body: RequestBody,
+        stamps: Stamps,
+        make: Callable[..., ServedChoice],
+        of_prompts: dict[str, Any],
+    ) -> None:
+        """Add a prompt and its choices."""
+        terms, eos = self.terms, self._service.tokenizer.eos_token_ids
+        request = AddRequest(
+            request_id=f"{self.id}-{number}",
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            eos_token_ids=eos,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            adapter=self.adapter,
+            arrival_ns=stamps.arrived_ns,
+            service_class=terms.service.name,
+            ttft_ms=terms.ttft_ms,
+            tpot_ms=terms.tpot_ms,
+            tenant=terms.tenant,
+            **of_prompts,
+        )
         self._requests.append(request)
-        for index in range(request.params.n):
-            self._choice_of[request.request_id, index] = self._make_choice(
-                index=first + index,
-                prompt=prompt,
-                params=request.params,
-                tokenizer=self._service.tokenizer if self._pooling is None else None,
-                eos_token_ids=request.eos_token_ids,
-                stamps=replace(stamps),
-                keep=keep,
-                prompt_only=self._prompt_only,
-            )
+        for at in range(params.n):
+            index, own = number * params.n + at, replace(stamps)
+            choice = make(index=index, prompt=prompt, params=params, eos_token_ids=eos, stamps=own)
+            self._choice_of[request.request_id, at] = choice
 
     # --- usage --------------------------------------------------------------------------------------
 
@@ -197,9 +192,9 @@ class Generation:
         """Note when the first tokens of a choice, or its last ones, were handed to the connection."""
         since_arrival_ns = now_ns - choice.stamps.arrived_ns
         if is_first:
-            self._metrics.on_first_sent(since_arrival_ns, self.terms.service.name)
+            self._metrics.on_sent("ttft", since_arrival_ns, self.terms.service.name)
         if is_last:
-            self._metrics.on_last_sent(since_arrival_ns, self.terms.service.name)
+            self._metrics.on_sent("e2e", since_arrival_ns, self.terms.service.name)
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -338,7 +333,7 @@ class Generation:
         stamps.detokenizing_ns += detokenized_ns - received_ns
         if output.token_ids or output.vector is not None:
             if stamps.last_token_ns:
-                self._metrics.on_output(received_ns - stamps.last_token_ns, self.terms.service.name)
+                self._metrics.by_class.gaps.add(self.terms.service.name, received_ns - stamps.last_token_ns)
             else:
                 stamps.first_token_ns = received_ns
                 self._place.had_output(choice.index // choice.params.n, received_ns)
@@ -392,15 +387,7 @@ class Generation:
         parent = parent_in(self._headers) if self._service.when_ended else None
         for choice in choices:
             phases_ns = _closed(choice)
-            self._metrics.on_finish(
-                choice.finish_reason or "abort",
-                choice.stamps,
-                len(choice.prompt.token_ids),
-                choice.num_tokens,
-                choice.timings,
-                phases_ns,
-                self.terms,
-            )
+            self._metrics.on_finish(choice, phases_ns, self.terms)
             if parent is not None:
                 ended = self._ended_choice(parent, choice, phases_ns)
                 for tell in self._service.when_ended:

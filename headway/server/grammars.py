@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import OrderedDict
 from functools import partial
@@ -61,28 +62,17 @@ class GrammarChecks:
             self.waiting -= 1
 
     async def _check(self, key: bytes, asked: StructuredOutputs) -> Checked:
-        try:
-            checked = await self._checked_by(self._quick, asked, min(QUICK_S, self._timeout_s))
-        except TimeoutError:
-            checked = await self._checked_slowly(asked)
+        checked, quick_s = None, min(QUICK_S, self._timeout_s)
+        for (process, work), seconds in ((self._quick, quick_s), (self._slow, self._timeout_s - quick_s)):
+            if checked is None and seconds > 0.0:
+                with contextlib.suppress(TimeoutError):
+                    checked = await work.run(len(asked.text), partial(process.check, asked, seconds))
+        if checked is None:
+            message = f"it takes more than {self._timeout_s:g} s to compile (--grammar-timeout)"
+            checked = Checked(refusal=message)
         self.num_checked["accepted" if checked.grammar is not None else "refused"] += 1
         self._keep(key, checked)
         return checked
-
-    async def _checked_slowly(self, asked: StructuredOutputs) -> Checked:
-        left_s = self._timeout_s - QUICK_S
-        try:
-            if left_s > 0.0:
-                return await self._checked_by(self._slow, asked, left_s)
-        except TimeoutError:
-            pass
-        return Checked(refusal=f"it takes more than {self._timeout_s:g} s to compile (--grammar-timeout)")
-
-    async def _checked_by(
-        self, where: tuple[GrammarProcess, TextWork], asked: StructuredOutputs, seconds: float
-    ) -> Checked:
-        process, work = where
-        return await work.run(len(asked.text), partial(process.check, asked, seconds))
 
     def _keep(self, key: bytes, checked: Checked) -> None:
         self._known[key] = checked

@@ -14,12 +14,11 @@ NS_PER_MS = 1e6
 
 def classes_look(table: Iterable[ServiceClass]) -> list[dict[str, Any]]:
     """Classes with their objectives in milliseconds, null for none."""
-    keys = ("ttft_ms", "tpot_ms", "e2e_ms")
-    limits = [(each.name, {key: getattr(each, key) for key in keys}) for each in table]
-    return [
-        {"name": name, **{key: value if math.isfinite(value) else None for key, value in each.items()}}
-        for name, each in limits
-    ]
+    found = []
+    for each in table:
+        limits = {key: getattr(each, key) for key in ("ttft_ms", "tpot_ms", "e2e_ms")}
+        found.append({"name": each.name} | {key: ms if math.isfinite(ms) else None for key, ms in limits.items()})
+    return found
 
 
 def in_ms(phases_ns: Mapping[str, int]) -> dict[str, float]:

@@ -58,16 +58,18 @@ class QuotaJournal:
     def _read(self) -> list[Record]:
         """The records of the file. What was being written when the machine stopped never counted, and is left out."""
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
-        records: list[Record] = []
-        for number, line in enumerate(lines[:-1], 1):
+        records, damaged = list[Record](), 0
+        for number, line in enumerate(lines, 1):
             try:
-                records.append(_decoder.decode(line))
+                record = _decoder.decode(line)
             except msgspec.MsgspecError:
-                if any(_is_record(each) for each in lines[number:]):
-                    raise ValueError(
-                        f"{self._path}, line {number}: damaged; move the file away to start with full budgets"
-                    ) from None
-                break
+                damaged = damaged or number
+                continue
+            if damaged:
+                where = f"{self._path}, line {damaged}"
+                raise ValueError(f"{where}: damaged; move the file away to start with full budgets")
+            if number < len(lines):  # the last one has no end
+                records.append(record)
         if records and not isinstance(records[0], State):
             raise ValueError(f"{self._path}, line 1: not a quota journal; choose another file with --quota-journal")
         return records
@@ -131,11 +133,3 @@ class QuotaJournal:
             os.close(self._file)
             self._file = -1
         os.close(self._lock)
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        _decoder.decode(line)
-    except msgspec.MsgspecError:
-        return False
-    return True

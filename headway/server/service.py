@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from headway.config_files.classes import ClassFile
@@ -29,9 +30,9 @@ from headway.server.edge.connection import Connection
 from headway.server.edge.pacing import Pace
 from headway.server.encoder import Encoder
 from headway.server.ended import Ended
-from headway.server.errors import ApiError, bad_request, unavailable
+from headway.server.errors import ApiError, bad_request, not_found, unavailable
 from headway.server.grammars import GrammarChecks
-from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.metrics import Metrics, of_clients, of_encoder, of_grammars
 from headway.server.quotas import TenantQuotas
 from headway.server.request_log import log_of
 from headway.server.settings import ServerSettings
@@ -105,10 +106,10 @@ class Service(Door):
         self.encoder = Encoder(tokenizer, known, self.text_work, self.process_work, self.text_process)
         self.grammars = GrammarChecks(tokenizer, settings)
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0], engine)
-        self.metrics.add_encoder(self.encoder)
-        self.metrics.add_grammars(self.grammars)
+        self.metrics.add(partial(of_encoder, encoder=self.encoder))
+        self.metrics.add(partial(of_grammars, checks=self.grammars))
         self.connections: Collection[Connection] = ()
-        self.metrics.add_clients(self.backlog)
+        self.metrics.add(lambda families: of_clients(families, self.backlog()))
         self.created = int(time.time())
         self.model_names = ModelNames(settings, engine)
         self.pace = Pace()
@@ -159,12 +160,8 @@ class Service(Door):
         """Raise ApiError 404 when `name` is not a model that is served."""
         if name is not None and name not in self.model_names:
             served = ", ".join([*self.settings.served_model_names, *self.engine.adapters])[:1000]
-            raise ApiError(
-                404,
-                f"model {name[:200]!r} is not served here; the server has {served}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model {name[:200]!r} is not served here; the server has {served}"
+            raise not_found(message, "model_not_found", "model")
 
     # --- adapters -----------------------------------------------------------------------------------
 
@@ -186,7 +183,7 @@ class Service(Door):
     def unload_adapter(self, name: str) -> None:
         """Serve an adapter no more; its requests end as the settings say. Raises ApiError 404 where it is not there."""
         if name not in self.engine.adapters:
-            raise ApiError(404, f"adapter {name[:200]!r} is not loaded", param="lora_name", code="model_not_found")
+            raise not_found(f"adapter {name[:200]!r} is not loaded", "model_not_found", "lora_name")
         digest = self.engine.adapters[name].digest
         self.engine.adapters.drop(name)
         logger.info("adapter %s is unloaded", name)
@@ -194,7 +191,7 @@ class Service(Door):
             why = f"adapter {name[:200]!r} was unloaded while this request ran"
             for generation in list(self.generations):
                 if getattr(generation, "adapter", "") == digest:
-                    generation.abort(ApiError(404, why, param="model", code="adapter_unloaded"))
+                    generation.abort(not_found(why, "adapter_unloaded", "model"))
 
     def card(self, model: AdapterFound | str) -> dict[str, Any]:
         """What /v1/models says of the base model by one of its names, or of an adapter."""

@@ -50,8 +50,7 @@ class ServerSettings(EdgeSettings):
         ),
     ] = None
     data_dir: Annotated[
-        Path | None,
-        flag("Folder for /v1/files and /v1/batches; without it these routes answer 400."),
+        Path | None, flag("Folder for /v1/files and /v1/batches; without it these routes answer 400.")
     ] = None
     response_store: Annotated[
         Path | None,
@@ -62,8 +61,7 @@ class ServerSettings(EdgeSettings):
         int, sized("Limit of characters waiting to be tokenized; above it, 429.", default="16M")
     ] = 16 * 2**20
     max_known_text: Annotated[
-        int,
-        sized("Characters of chat prompts whose token ids are cached; 0 disables this.", default="32M"),
+        int, sized("Characters of chat prompts whose token ids are cached; 0 disables this.", default="32M")
     ] = 32 * 2**20
     grammar_timeout: Annotated[
         float, flag("Seconds that the grammar or schema of a structured output may take to compile.", min=0.1)
@@ -72,12 +70,10 @@ class ServerSettings(EdgeSettings):
         str, flag("Whether generation_config.json sets default sampling parameters.", choices=("auto", "none"))
     ] = "auto"
     tool_call_parser: Annotated[
-        str,
-        flag("How the model writes calls of tools. Default: as its chat template says.", choices=CALL_PARSERS),
+        str, flag("How the model writes calls of tools. Default: as its chat template says.", choices=CALL_PARSERS)
     ] = "auto"
     reasoning_parser: Annotated[
-        str,
-        flag("How the model writes reasoning. Default: as its chat template says.", choices=REASONING_PARSERS),
+        str, flag("How the model writes reasoning. Default: as its chat template says.", choices=REASONING_PARSERS)
     ] = "auto"
     lora_unload: Annotated[
         str,
@@ -90,8 +86,7 @@ class ServerSettings(EdgeSettings):
     root: str = ""
     metrics_prefix: Annotated[str, flag("Prefix of metric names; use vllm: with vLLM's dashboards.")] = "headway:"
     pages: Annotated[
-        bool,
-        flag("Answer browsers at / with a page to chat with the model and to see what the server does."),
+        bool, flag("Answer browsers at / with a page to chat with the model and to see what the server does.")
     ] = True
     otlp_endpoint: Annotated[
         str | None,
@@ -104,8 +99,7 @@ class ServerSettings(EdgeSettings):
         ),
     ] = None
     trace_sample: Annotated[
-        float,
-        flag("Share of requests that are traced; who missed an objective or failed always is.", min=0.0, max=1.0),
+        float, flag("Share of requests that are traced; who missed an objective or failed always is.", min=0.0, max=1.0)
     ] = 1.0
     request_log: Annotated[
         Path | None, flag("File for a line of JSON about each request that has ended, without its text.")
@@ -114,7 +108,7 @@ class ServerSettings(EdgeSettings):
         bool,
         flag(
             "Change own settings within --auto-tune-bounds, one at a time, where that is predicted to help and then "
-            "proven to.",
+            "proven to."
         ),
     ] = False
     auto_tune_bounds: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -86,44 +87,16 @@ class StartupDisplay:
         table = Table("stage", "ms", box=None, show_header=False, pad_edge=False)
         stages = {**{f"server: {name}": ns for name, ns in self._server_ns.items()}, **ready.startup_ns}
         for name, length in stages.items():
-            if name in self._printed:
-                continue
-            table.add_row(name.replace("_", " "), _ms(length))
+            if name not in self._printed:
+                table.add_row(name.replace("_", " "), _ms(length))
         # The two processes start side by side, so the stages do not sum to the whole.
         other_ns = total_ns - sum(stages.values())
         if other_ns > 0:
             table.add_row("process starts and waiting", _ms(other_ns))
         self._console.print(table)
-        self._console.print(
-            f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: context {ready.max_model_len:,} tokens, "
-            f"KV cache {ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
-        )
-        if ready.draft_block_bytes:
-            own, drafts = (ready.num_blocks * each / 2**20 for each in (ready.block_bytes, ready.draft_block_bytes))
-            self._console.print(f"Draft model: its KV cache takes {drafts:,.0f} MiB beside the model's {own:,.0f} MiB")
-        if ready.kernels:
-            self._console.print(f"Kernels: {ready.kernels}")
-        if ready.kept_bytes:
-            self._console.print(
-                f"Writing {ready.kept_bytes / 1e6:,.0f} MB of packed weights to {cache_folder() / 'weights'}, for "
-                "quicker starts; `headway cache` lists and clears them"
-            )
-        if ready.checkpoints is not None:
-            self._console.print(
-                f"Recurrent layers: states of {ready.max_num_seqs:,} requests, and {ready.checkpoints:,} checkpoints"
-            )
-        self._console.print(f"Serving {self._title} at {url}/v1")
-        self._console.print("Next, in another terminal:")
-        key = " --api-key KEY" * asks_for_key
-        if self._can_chat and ready.generates:
-            self._console.print(f"  headway chat {url}{key}")
-        else:
-            header = " -H 'Authorization: Bearer KEY'" * asks_for_key
-            route, field = ("completions", "prompt") if ready.generates else ("embeddings", "input")
-            body = f'{{"{field}": "Once upon a time"}}'
-            self._console.print(f"  curl {url}/v1/{route}{header} -H 'Content-Type: application/json' -d '{body}'")
-        self._console.print(f"  headway bench --base-url {url}{key} --request-rate 4 --num-prompts 80")
-        self._console.print(f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()}).")
+        self._console.print(f"Ready after {total_ns / 1e9:.2f} s on {ready.device}: {_sizes(ready)}")
+        for line in (*_remarks(ready), *self._next(ready, url, asks_for_key)):
+            self._console.print(line)
         if can_reload:
             self._console.print(f"`kill -HUP {os.getpid()}` reads the files of classes and tenants again.")
         if is_open:
@@ -131,3 +104,37 @@ class StartupDisplay:
                 "Warning: without an API key, everybody who reaches this machine can use the server; set --api-key, or "
                 "--host 127.0.0.1 for this machine alone."
             )
+
+    def _next(self, ready: Ready, url: str, asks_for_key: bool) -> Iterator[str]:
+        """Where the server is, and what can be done with it."""
+        yield f"Serving {self._title} at {url}/v1"
+        yield "Next, in another terminal:"
+        key = " --api-key KEY" * asks_for_key
+        if self._can_chat and ready.generates:
+            yield f"  headway chat {url}{key}"
+        else:
+            header = " -H 'Authorization: Bearer KEY'" * asks_for_key
+            route, field = ("completions", "prompt") if ready.generates else ("embeddings", "input")
+            body = f'{{"{field}": "Once upon a time"}}'
+            yield f"  curl {url}/v1/{route}{header} -H 'Content-Type: application/json' -d '{body}'"
+        yield f"  headway bench --base-url {url}{key} --request-rate 4 --num-prompts 80"
+        yield f"The API is described at {url}/docs; Ctrl-C ends the server (process {os.getpid()})."
+
+
+def _sizes(ready: Ready) -> str:
+    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} tokens in {ready.kv_cache_dtype}"
+    return f"context {ready.max_model_len:,} tokens, KV cache {blocks}"
+
+
+def _remarks(ready: Ready) -> Iterator[str]:
+    """What only some engines have."""
+    if ready.draft_block_bytes:
+        own, drafts = (ready.num_blocks * each / 2**20 for each in (ready.block_bytes, ready.draft_block_bytes))
+        yield f"Draft model: its KV cache takes {drafts:,.0f} MiB beside the model's {own:,.0f} MiB"
+    if ready.kernels:
+        yield f"Kernels: {ready.kernels}"
+    if ready.kept_bytes:
+        where = f"{cache_folder() / 'weights'}, for quicker starts; `headway cache` lists and clears them"
+        yield f"Writing {ready.kept_bytes / 1e6:,.0f} MB of packed weights to {where}"
+    if ready.checkpoints is not None:
+        yield f"Recurrent layers: states of {ready.max_num_seqs:,} requests, and {ready.checkpoints:,} checkpoints"

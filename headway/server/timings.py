@@ -72,9 +72,6 @@ class ChoiceTimings:
         self.ledger.mark(Phase.TRANSPORT, self.stamps.received_ns)
         self.ledger.mark(Phase.DETOKENIZE, self.stamps.detokenized_ns)
 
-    def mark(self, phase: Phase, now_ns: int) -> None:
-        self.ledger.mark(phase, now_ns)
-
     def as_object(self) -> dict[str, Any]:
         """`timings` of an answer; phases_ns sums to e2e_ns exactly."""
         terms, stamps = self.terms, self.stamps
@@ -112,5 +109,5 @@ def _objective_ns(ms: float) -> int | None:
 
 def with_timings(encoded: bytes, timings: ChoiceTimings, clock: Clock) -> bytes:
     """Add `timings` to an encoded JSON object. The chain ends here, when everything else is encoded."""
-    timings.mark(Phase.SEND, clock())
+    timings.ledger.mark(Phase.SEND, clock())
     return encoded[:-1] + b',"timings":' + msgspec.json.encode(timings.as_object()) + b"}"

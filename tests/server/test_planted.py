@@ -15,7 +15,7 @@ from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.ledger import Phase
 from headway.server import live
 from headway.server.metrics import process
-from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.metrics import Metrics, of_clients
 from headway.server.metrics.process import Used
 from headway.top import View, snapshot
 from tests.server.browser import Browser, browser, missing
@@ -45,7 +45,7 @@ def test_top_shows_which_problem_it_is(name: str, monkeypatch: pytest.MonkeyPatc
     engine = SimpleNamespace(stats=EngineStats(8, 16, 0.5), ready=None, num_waiting=16, restarts=0, hangs=0, pid=1)
     metrics = Metrics("headway:", "m", engine)
     metrics.by_class.set_classes(ClassTable((ServiceClass(name="chat"), ServiceClass(name="crawler")), "chat"))
-    metrics.add_clients(lambda: backlog)
+    metrics.add(lambda families: of_clients(families, backlog))
     used = Used(0.0, 1, 1, 1)
     monkeypatch.setattr(process, "used_by", lambda pid: used)
     view = View("http://there")

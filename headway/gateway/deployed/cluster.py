@@ -14,7 +14,7 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headway import __version__
 from headway.gateway.deployed.file import Deployment
@@ -47,27 +47,6 @@ class Where:
     restarts: int
     node: str
     version: str
-
-
-class Cluster(Protocol):
-    """Where replicas run. A handle names one of them."""
-
-    def start(self, deployment: Deployment, name: str, key: str, more: list[str]) -> Any:
-        """Have a replica started, where there is room, or as soon as there is; its handle.
-
-        Args:
-            key: its server's API key.
-            more: further flags of its server.
-        """
-
-    async def where(self, handle: Any) -> Where:
-        """What a replica says. Raises Absent."""
-
-    async def restart(self, handle: Any) -> None:
-        """Kill a replica's server, which is started again."""
-
-    async def stop(self, handle: Any, timeout_s: float) -> None:
-        """End a replica: its server may finish what it is answering, for so long."""
 
 
 class Replica:
@@ -110,7 +89,7 @@ class Replica:
 
 
 class RayCluster:
-    """A Ray cluster.
+    """A Ray cluster, on which replicas run. A handle names one of them.
 
     Args:
         address: of its head node; None is RAY_ADDRESS, or a cluster of this machine alone, for as long as this process.
@@ -137,7 +116,12 @@ class RayCluster:
         self._actor = ray.remote(Replica)
 
     def start(self, deployment: Deployment, name: str, key: str, more: list[str]) -> Any:
-        """See Cluster."""
+        """Have a replica started, where there is room, or as soon as there is; its handle.
+
+        Args:
+            key: its server's API key.
+            more: further flags of its server.
+        """
         options: dict[str, Any] = {
             "num_cpus": deployment.num_cpus,
             "num_gpus": deployment.num_gpus,
@@ -150,7 +134,7 @@ class RayCluster:
         )
 
     async def where(self, handle: Any) -> Where:
-        """See Cluster."""
+        """What a replica says. Raises Absent."""
         errors = self._ray.exceptions
         try:
             found: Where = await asyncio.wait_for(asyncio.wrap_future(handle.where.remote().future()), _ASKED_S)
@@ -163,11 +147,11 @@ class RayCluster:
             raise Absent(_line(error)) from None
 
     async def restart(self, handle: Any) -> None:
-        """See Cluster."""
+        """Kill a replica's server, which is started again."""
         handle.restart.remote()
 
     async def stop(self, handle: Any, timeout_s: float) -> None:
-        """See Cluster."""
+        """End a replica: its server may finish what it is answering, for so long."""
         with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):  # it is killed in any case
             await asyncio.wait_for(asyncio.wrap_future(handle.end.remote(timeout_s).future()), timeout_s + _END_S)
         self._ray.kill(handle)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.config_files.gateway import FILE_KEYS, BackendEntry, GatewayFile, backend_of, gateway_of
+from headway.config_files.gateway import FILE_KEYS, BackendEntry, GatewayFile, backend_of
 from headway.config_files.toml import check_keys, number, parse, read_text, whole_number
-from headway.gateway.servers import flags_of
+from headway.gateway.servers import flags_of, gateway_with, model_of
 from headway.policy.fleet.scaling import ScalingRule
 from headway.policy.objectives.service_class import InvalidEntry, entries_of
 
@@ -76,23 +76,17 @@ def _deploy_of(content: Mapping[str, Any], path: str) -> DeployFile:
         if key in keys[:at]:
             said = "two deployments have one name and role; give each its own"
             raise InvalidEntry(f"{said}: {key[0]!r}", "deployment", at, "name")
-    rest = {key: value for key, value in content.items() if key != "deployment"}
-    given = content.get("backend", [])
-    if not isinstance(given, list):
-        raise InvalidEntry("backend must be a list; write [[backend]] once for each", "backend")
     stand_ins = [
         {"name": f"replica-{at}", "url": _NOWHERE, "kind": "headway"} | ({"role": role} if role else {})
         for at, (_, role) in enumerate(keys)
     ]
-    gateway = gateway_of(rest | {"backend": [*given, *stand_ins]}, "")
-    return DeployFile(tuple(found), replace(gateway, backends=gateway.backends[: len(given)]), path)
+    gateway = gateway_with(content, "deployment", stand_ins)
+    return DeployFile(tuple(found), replace(gateway, backends=gateway.backends[: -len(stand_ins)]), path)
 
 
 def _deployment(entry: dict[str, Any]) -> Deployment:
     check_keys(entry, ("name", "model", "flags", *_OF_BACKEND, *_OF_SCALING, *_OF_PLACE), "a deployment")
-    model = entry.get("model", "")
-    if not isinstance(model, str) or not model:
-        raise InvalidEntry('a deployment has no model; write model = "..."', "model")
+    model = model_of(entry, "a deployment")
     own = {key: entry[key] for key in _OF_BACKEND if key in entry}
     made = backend_of(own | {"name": entry.get("name", ""), "url": _NOWHERE, "kind": "headway"})
     least = whole_number(entry, "replicas", 1, MOST_REPLICAS) if "replicas" in entry else 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway import __version__
 from headway.config_files.gateway import BackendEntry, GatewayFile, backend_of
-from headway.gateway.deployed.cluster import Absent, Cluster, Gone
+from headway.gateway.deployed.cluster import Absent, Gone, RayCluster
 from headway.gateway.deployed.file import DeployFile, Deployment
 from headway.gateway.gateway import Gateway
 from headway.gateway.member import Member, clock
@@ -76,7 +76,7 @@ class Controller:
     """
 
     def __init__(
-        self, cluster: Cluster, gateway: Gateway, file: DeployFile, more: list[str], tell: Callable[[str], None]
+        self, cluster: RayCluster, gateway: Gateway, file: DeployFile, more: list[str], tell: Callable[[str], None]
     ) -> None:
         self._cluster, self._gateway, self._more, self._tell = cluster, gateway, more, tell
         self._sets: dict[tuple[str, str], Replicas] = {}

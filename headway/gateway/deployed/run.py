@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable
-
-import uvloop
+from collections.abc import AsyncIterator, Callable
 
 from headway.gateway.deployed.cluster import RayCluster
 from headway.gateway.deployed.file import DeployFile, read_deploy_file
 from headway.gateway.deployed.replicas import Controller
-from headway.gateway.run import GatewayServer
+from headway.gateway.run import GatewayServer, run_gateway
 from headway.gateway.servers import END_S
 from headway.gateway.settings import GatewaySettings
 from headway.policy.cache.handle import KEY_VARIABLE
-from headway.server.edge.listening import Certificate, StartupError
-from headway.server.edge.serving import url_of
+from headway.server.edge.listening import Certificate
 
 logger = logging.getLogger("headway.server")
 
@@ -49,8 +47,8 @@ def run_deployment(
     cluster = RayCluster(address, {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)})
     settings.file = file.gateway
 
-    async def serve() -> None:
-        server = GatewayServer(settings, certificate)
+    @contextlib.asynccontextmanager
+    async def replicas(server: GatewayServer, url: str) -> AsyncIterator[None]:
         controller = Controller(cluster, server.gateway, file, more, tell)
 
         def reload() -> None:
@@ -60,20 +58,17 @@ def run_deployment(
             except ValueError as error:
                 logger.error("deployments are unchanged: %s", error)
 
-        server.gateway.full_collections.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-        tell(f"headway gateway at {url_of(listener, certificate is not None)}")
+        tell(f"headway gateway at {url}")
         keeping = asyncio.create_task(controller.run())
         try:
-            await server.serve(sockets=[listener])
+            yield
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await controller.end(settings.shutdown_timeout + END_S)
 
     try:
-        uvloop.run(serve())
-    except ValueError as error:
-        raise StartupError(str(error)) from None
+        run_gateway(listener, settings, certificate, replicas)
     finally:
         cluster.close()

@@ -15,7 +15,7 @@ from headway.config_files.gateway import Shared
 from headway.gateway.shared.store import BudgetStore, Reply, StoreFailed, packed
 from headway.policy.admission.quota import TOTAL, UNITS, Meter, OverLimit, Quotas
 from headway.policy.admission.tenants import Limits, TenantTable
-from headway.server.errors import ApiError, unavailable
+from headway.server.errors import unavailable
 from headway.server.quotas import Budgets, Charge, clock_of_records
 
 # Operations of one batch: it holds up Redis for some 10 us each.
@@ -68,7 +68,8 @@ class SharedQuotas(Budgets):
         """Do what Budgets.reserved() says. Where Redis does not answer in time, a request is let in and charged later,
         or refused with 503, as the gateway's file says.
         """
-        number, limits = next(self._numbers), self._limits_of(tenant)
+        number, both = next(self._numbers), (self._limits.get(tenant, Limits()), self._limits[TOTAL])
+        limits = [limit for each in both for limit in (each.requests_per_minute, each.tokens_per_minute)]
         tokens = min([self.expected(tenant, prompt_tokens, outputs), *(each for each in limits[1::2] if each)])
         is_in_doubt = False
         if self.is_up:
@@ -91,14 +92,7 @@ class SharedQuotas(Budgets):
             return Charge(partial(self._settle if is_in_doubt else self._use, number, tenant))
         if is_in_doubt:
             self._settle(number, tenant, None, ())
-        raise self._cannot_ask()
-
-    def _limits_of(self, tenant: str) -> list[int]:
-        found = (self._limits.get(tenant, Limits()), self._limits[TOTAL])
-        return [limit for each in found for limit in (each.requests_per_minute, each.tokens_per_minute)]
-
-    def _cannot_ask(self) -> ApiError:
-        return unavailable("the budgets that gateways share cannot be asked for now", "quotas_unavailable", 1)
+        raise unavailable("the budgets that gateways share cannot be asked for now", "quotas_unavailable", 1)
 
     def _settle(self, number: int, tenant: str, tokens: int | None, outputs: Sequence[int]) -> None:
         self.quotas.learn(tenant, outputs)

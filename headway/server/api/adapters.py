@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from headway.server.api import responses
 from headway.server.api.fields import Body, said
 from headway.server.api.request_body import check_body
 from headway.server.edge.edge import ACCESS
-from headway.server.errors import ApiError, bad_request
+from headway.server.errors import ApiError, bad_request, json_response
 from headway.server.service import Service
 
 _Name = Annotated[str, Field(min_length=1, max_length=500)]
@@ -58,32 +57,24 @@ class AdapterRoutes:
             raise bad_request(
                 f"adapter {body.lora_name[:200]!r} is loaded; unload it first, or say load_inplace", "lora_name"
             )
-        return _json(service.card(await service.load_adapter(body.lora_name, body.lora_path)))
+        return json_response(service.card(await service.load_adapter(body.lora_name, body.lora_path)))
 
     async def unload(self, request: Request) -> Response:
         """Forget an adapter's name. What is in flight ends as --lora-unload says."""
         body = await self._read(request, UnloadAdapterBody)
         self._service.unload_adapter(body.lora_name)
-        return _json({"id": body.lora_name, "object": "model", "deleted": True})
+        return json_response({"id": body.lora_name, "object": "model", "deleted": True})
 
     async def _read(self, request: Request, model: type[Any]) -> Any:
         """The checked body of a request that may change adapters. Raises ApiError."""
         service = self._service
         if request.scope[ACCESS] != Access() or not service.settings.api_keys:
-            raise ApiError(
-                403,
-                "adapters are loaded and unloaded with a key of --api-key alone, which this request has not"
-                if service.settings.api_keys
-                else "adapters are loaded and unloaded by whoever has a key; start the server with --api-key",
-                code="adapters_need_key",
-                kind="permission_error",
-            )
+            why = "with a key of --api-key alone, which this request has not"
+            if not service.settings.api_keys:
+                why = "by whoever has a key; start the server with --api-key"
+            raise ApiError(403, f"adapters are loaded and unloaded {why}", code="adapters_need_key")
         body = check_body(model, await service.bodies.read(request))
         service.check_ready()
         if not service.engine.config.lora_slots:
             raise bad_request("adapters are not served; start the server with --enable-lora or --lora-modules")
         return body
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

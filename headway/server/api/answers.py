@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from headway.engine.messages import TokenLogprobs, of_prompt
 from headway.outputs.choices import Piece
 from headway.policy.step.ledger import Phase
-from headway.server.api.choices import LOWEST_LOGPROB, ServedChoice
+from headway.server.api.choices import LOWEST_LOGPROB, ScoredToken, ServedChoice
 from headway.server.api.handover import parameters_of
 from headway.server.api.schemas import GenerationBody
 from headway.server.edge.streaming import DONE, EventWriter, event
@@ -38,6 +38,24 @@ def written(entries: Iterable[Any]) -> list[msgspec.Raw]:
         if number % TOKENS_BETWEEN_PAUSES == 0:
             time.sleep(PAUSE_S)
     return done
+
+
+def logprob_entries(
+    tokens: Iterable[ScoredToken], tokenizer: Tokenizer, num_top: int, as_ids: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Tokens with their log-probabilities and `num_top` alternatives, as chats and responses have them.
+
+    Args:
+        as_ids: they are named by their ids.
+    """
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        name = f"token_id:{token_id}" if as_ids else raw.decode(errors="replace")
+        return {"token": name, "logprob": logprob, "bytes": list(raw)}
+
+    for token in tokens:
+        yield {**one(token.token_id, token.logprob), "top_logprobs": [one(*each) for each in token.top[:num_top]]}
 
 
 class _Whole(Response):
@@ -77,8 +95,42 @@ async def in_one_piece(
     return _Whole(encoded, headers, sent)
 
 
-class Answer(ABC):
-    """Gives a generation the shape of one route's answers.
+class Shaped(ABC):
+    """Gives a generation the shape of an API's answers.
+
+    Attributes:
+        timed: an answer in one piece has `timings`.
+    """
+
+    timed = False
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    async def whole(self) -> Response:
+        """The answer in one piece, when all choices are finished. Raises what Generation.run() raises."""
+        return await in_one_piece(self.generation, self._num_entries, self._render, self.timed)
+
+    def _num_entries(self) -> int:
+        """How many entries there are to write: alternatives, and a few more for each token that has them."""
+        return sum(
+            len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
+            + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)
+            for choice in self.generation.choices
+            if choice.params.logprobs is not None or choice.params.prompt_logprobs is not None
+        )
+
+    @abstractmethod
+    def _render(self) -> bytes:
+        """The answer in one piece, as JSON."""
+
+    @abstractmethod
+    async def events(self, writer: EventWriter) -> None:
+        """Push server-sent events. Raises what Generation.run() raises before the first of them."""
+
+
+class Answer(Shaped):
+    """The shape of completions and chat completions.
 
     Attributes:
         id_prefix, whole_object, chunk_object: what OpenAI calls the answer and its chunks.
@@ -89,10 +141,11 @@ class Answer(ABC):
     chunk_object: str
 
     def __init__(self, generation: Generation, body: GenerationBody, model: str, tokenizer: Tokenizer) -> None:
-        self.generation = generation
+        super().__init__(generation)
         self.tokenizer = tokenizer
         self.with_token_ids = bool(body.return_token_ids)
-        self._timed = body.include_timings
+        self.timed = body.include_timings
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._written: dict[int, list[msgspec.Raw]] = {}  # id(prompt) -> its prompt_logprobs
         self._opened: set[int] = set()  # choices of which an event was pushed
         self._begun: dict[int, tuple[bytes, bytes] | None] = {}  # choices of which a piece was, to their _around_text()
@@ -153,19 +206,6 @@ class Answer(ABC):
 
     # --- in one piece -------------------------------------------------------------------------------
 
-    async def whole(self) -> Response:
-        """The answer in one piece, when all choices are finished. Raises what Generation.run() raises."""
-        return await in_one_piece(self.generation, self._num_entries, self._render, self._timed)
-
-    def _num_entries(self) -> int:
-        """How many entries there are to write: alternatives, and a few more for each token that has them."""
-        return sum(
-            len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
-            + len(choice.prompt.token_ids) * ((choice.params.prompt_logprobs or 0) + ENTRIES_OF_A_TOKEN)
-            for choice in self.generation.choices
-            if choice.params.logprobs is not None or choice.params.prompt_logprobs is not None
-        )
-
     def _render(self) -> bytes:
         generation = self.generation
         return encode(
@@ -202,7 +242,7 @@ class Answer(ABC):
             return writer.push(around[0] + encode(piece.text) + around[1])
         self._left -= is_last
         encoded = encode(self._chunk(self.growth(choice, piece)))
-        if self._timed and not self._left:
+        if self.timed and not self._left:
             self._last = choice, encoded
         else:
             self._push(writer, choice, is_last, encoded)
@@ -213,7 +253,7 @@ class Answer(ABC):
         engine = choice.timings or generation.begun
         if engine is not None:
             timings = ChoiceTimings(choice.stamps, engine, 0)
-            timings.mark(Phase.TRANSPORT, clock())
+            timings.ledger.mark(Phase.TRANSPORT, clock())
             phases = {str(phase): length for phase, length in timings.ledger.phases_ns.items()}
             told = {"kv_transfer_params": parameters_of(generation.handle), "phases_ns": phases}
             writer.push(event(encode({**self._chunk(None), **told})))
@@ -256,10 +296,10 @@ class Answer(ABC):
         """Push the last chunk, with timings. They are made when the client has taken all chunks before it."""
         timings = self.generation.timings()
         if timings is not None:
-            timings.mark(Phase.SEND, clock())
+            timings.ledger.mark(Phase.SEND, clock())
             if not writer.is_drained:
                 await writer.drained()
-                timings.mark(Phase.SEND_BLOCKED, clock())
+                timings.ledger.mark(Phase.SEND_BLOCKED, clock())
             encoded = with_timings(encoded, timings, clock)
         self._push(writer, choice, True, encoded)
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headway.engine.messages import Ready
 from headway.policy.step.beams import most_tokens
 from headway.policy.step.sampling_params import SamplingParams
 from headway.server.api.schemas import ChatBody, CompletionBody
 from headway.server.errors import bad_request
-
-
-def defaults_for_beams(defaults: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint's defaults, without those for drawing."""
-    return {name: value for name, value in defaults.items() if name == "max_tokens"}
 
 
 def check_body(body: CompletionBody | ChatBody) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.outputs.choices import Piece
-from headway.server.api.answers import Answer, written
+from headway.server.api.answers import Answer, logprob_entries, written
 from headway.server.api.choices import ScoredToken, ServedChoice, scored_tokens
 from headway.server.api.schemas import ChatBody
 from headway.server.generation import Generation
@@ -24,7 +24,6 @@ class ChatAnswer(Answer):
         self._with_logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._num_top = body.top_logprobs or 0
-        self._with_prompt_logprobs = body.prompt_logprobs is not None
 
     def opening(self, choice: ServedChoice) -> list[dict[str, Any]]:
         return [self.entry(choice, {"delta": {"role": "assistant", "content": ""}})]
@@ -40,12 +39,7 @@ class ChatAnswer(Answer):
         return {"content": piece.text} if piece.text else {}
 
     def entire(self, choice: ServedChoice) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": choice.text,
-            "refusal": None,
-            "annotations": [],
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
         logprobs = self._logprobs(choice.logprobs) if self._with_logprobs else None
         return self.entry(choice, {"message": message}, logprobs, choice)
 
@@ -56,16 +50,5 @@ class ChatAnswer(Answer):
         return extras
 
     def _logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
-        content = written(
-            {
-                **self._token(token.token_id, token.logprob),
-                "top_logprobs": [self._token(*one) for one in token.top[: self._num_top]],
-            }
-            for token in tokens
-        )
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self.tokenizer.token_bytes(token_id)
-        token = f"token_id:{token_id}" if self._as_ids else raw.decode(errors="replace")
-        return {"token": token, "logprob": logprob, "bytes": list(raw)}
+        entries = logprob_entries(tokens, self.tokenizer, self._num_top, self._as_ids)
+        return {"content": written(entries), "refusal": None}

@@ -19,14 +19,13 @@ class ScoredToken:
 
     token_id: int
     logprob: float
-    rank: int
     top: list[tuple[int, float]]
     offset: int = 0
 
 
 def scored(token_id: int, found: TokenLogprobs, offset: int = 0) -> ScoredToken:
     top = [(i, max(p, LOWEST_LOGPROB)) for i, p in zip(found.top_ids, found.top_logprobs, strict=True)]
-    return ScoredToken(token_id, max(found.logprob, LOWEST_LOGPROB), found.rank, top, offset)
+    return ScoredToken(token_id, max(found.logprob, LOWEST_LOGPROB), top, offset)
 
 
 def scored_tokens(piece: Piece) -> list[ScoredToken]:

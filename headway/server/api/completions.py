@@ -24,7 +24,6 @@ class CompletionAnswer(Answer):
         super().__init__(generation, body, model, tokenizer)
         self._echo = bool(body.echo)
         self._with_logprobs = body.logprobs is not None
-        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._skip_special_tokens = body.skip_special_tokens
         self._name = "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text
 

@@ -11,12 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import FailFast
 
-from headway.policy.objectives.service_class import LONGEST_NAME
 from headway.server.api.choices import ScoredToken
 from headway.server.api.fields import MOST, Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
-from headway.server.api.schemas import MAX_MESSAGES, ChatBody, ContentField
+from headway.server.api.schemas import MAX_MESSAGES, ChatBody, ContentField, NamesModel, OfEngine
 from headway.server.errors import ApiError, anthropic_error, bad_request
 from headway.server.generation import Generation
 
@@ -58,10 +57,9 @@ class Metadata(Body):
     user_id: str | None = said("A name of the end user; it has no effect.")
 
 
-class CountBody(Body):
+class CountBody(NamesModel):
     """POST /v1/messages/count_tokens."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     messages: Annotated[list[InputMessage], FailFast()] = said(
         "The conversation so far, 1 to 4,096 messages.", ..., min_length=1, max_length=MAX_MESSAGES
     )
@@ -72,7 +70,7 @@ class CountBody(Body):
     cache_control: dict[str, Any] | None = said("Without effect: prefixes are always cached.")
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, OfEngine):
     """POST /v1/messages."""
 
     max_tokens: int = said("Tokens of the answer at most.", ..., ge=1, le=MOST)
@@ -83,13 +81,6 @@ class MessagesBody(CountBody):
     top_k: Int | None = said("Only so many of the likeliest tokens are drawn.")
     metadata: Metadata | None = said("Of the request; without effect.")
     service_tier: Literal["auto", "standard_only"] | None = said("Without effect; see service_class.")
-    service_class: str | None = said(
-        "The service class, with its objectives and limits.", min_length=1, max_length=LONGEST_NAME
-    )
-    priority: int = said("Lower goes first; other values than 0 need --scheduling-policy priority.", 0)
-    cache_salt: str | None = said(
-        "Prompts share cached prefixes only with prompts of the same salt.", min_length=1, max_length=256
-    )
 
 
 class MessagesChat(ChatBody):

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from headway.policy.admission.lengths import fit_to_class, fit_to_context
-from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
     InvalidParameter,
@@ -15,7 +13,7 @@ from headway.policy.step.sampling_params import (
     check_number,
     sampling_defaults,
 )
-from headway.server.api.beams import check_body, defaults_for_beams
+from headway.server.api.beams import check_body
 from headway.server.api.fields import LEAST, MOST
 from headway.server.api.schemas import ChatBody, CompletionBody, GenerationBody, TokenIds
 from headway.server.api.structures import structured_outputs
@@ -51,7 +49,7 @@ def sampling_params(body: CompletionBody | ChatBody, defaults: dict[str, Any], v
     """
     if body.use_beam_search:
         check_body(body)
-        defaults = defaults_for_beams(defaults)
+        defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}  # others are for drawing
     given: dict[str, Any] = dict(defaults)
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     given["structured_outputs"] = structured_outputs(body)
@@ -92,10 +90,8 @@ def _of_completion(body: CompletionBody, defaults: dict[str, Any]) -> dict[str, 
 
 def _of_chat(body: ChatBody, defaults: dict[str, Any]) -> dict[str, Any]:
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise bad_request(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one",
-            "max_completion_tokens",
-        )
+        message = f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one"
+        raise bad_request(message, "max_completion_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
@@ -142,24 +138,3 @@ def check_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     raise bad_request(
         f"{field} has {shown} at position {position}; the vocabulary has the ids 0 to {vocab_size - 1}", field
     )
-
-
-def fitted_params(
-    params: SamplingParams,
-    prompt_len: int,
-    max_model_len: int,
-    service: ServiceClass,
-    *,
-    prompt_field: str,
-    max_tokens_field: str | None,
-) -> SamplingParams:
-    """The parameters that policy.intake.fit_to_context() and then fit_to_class() make of `params`.
-
-    Raises:
-        ApiError: 400 when the prompt, or prompt and output together, do not fit the context or the class.
-    """
-    try:
-        fitted = fit_to_context(params, prompt_len, max_model_len, max_tokens_field)
-        return fit_to_class(fitted, prompt_len, service, max_tokens_field)
-    except InvalidParameter as error:
-        raise bad_request(str(error), prompt_field if error.parameter == "prompt" else error.parameter) from None

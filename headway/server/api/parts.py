@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from starlette.responses import Response
 
 from headway.outputs.choices import Piece
-from headway.server.api.answers import ENTRIES_OF_A_TOKEN, in_one_piece
+from headway.server.api.answers import Shaped
 from headway.server.api.choices import ScoredToken, ServedChoice, scored_tokens
 from headway.server.api.parsed import ParsedChoice
 from headway.server.edge.streaming import EventWriter
@@ -57,15 +56,15 @@ class Part:
         return "".join(self.texts)
 
 
-class PartsAnswer(ABC):
-    """Gives a generation of one choice the shape of an API whose answers consist of parts.
+class PartsAnswer(Shaped):
+    """The shape, for a generation of one choice, of an API whose answers consist of parts.
 
     Attributes:
         parts: those that have begun.
     """
 
     def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+        super().__init__(generation)
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._has_begun = False
@@ -111,14 +110,6 @@ class PartsAnswer(ABC):
     def reasoning_tokens(self) -> int:
         return self.choice.reasoning_tokens if isinstance(self.choice, ParsedChoice) else 0
 
-    async def whole(self) -> Response:
-        """The answer in one piece, when it is finished. Raises what Generation.run() raises."""
-        return await in_one_piece(self.generation, self._num_entries, self._render, timed=False)
-
-    def _num_entries(self) -> int:
-        choice = self.choice
-        return len(choice.logprobs) * ((choice.params.logprobs or 0) + ENTRIES_OF_A_TOKEN)
-
     def _render(self) -> bytes:
         choice = self.choice
         events = choice.events if isinstance(choice, ParsedChoice) else ()
@@ -126,7 +117,6 @@ class PartsAnswer(ABC):
         return msgspec.json.encode(self.whole_body())
 
     async def events(self, writer: EventWriter) -> None:
-        """Push server-sent events. Raises what Generation.run() raises before the first of them."""
         try:
             await self.generation.run(partial(self._grow, writer))
         except ApiError as error:

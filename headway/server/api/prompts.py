@@ -13,7 +13,7 @@ from headway.config_files.preload import NamedPrompt
 from headway.outputs.choices import TokenizedPrompt
 from headway.policy.cache.preload import PreloadedPrompt
 from headway.policy.step.sampling_params import SamplingParams
-from headway.server.api.fields import string_in
+from headway.server.api.fields import joined, string_in
 from headway.server.api.parameters import check_ids
 from headway.server.api.request_body import num_marks
 from headway.server.api.schemas import ChatFields, Message, Prediction, RequestBody
@@ -128,28 +128,38 @@ def most_tokens(body: RequestBody, max_model_len: int, longest: float) -> int | 
     return max(1, int(min(max_model_len, longest)))
 
 
-def truncated(prompt: TokenizedPrompt, most: int, keep_end: bool, before: int = 0, behind: int = 0) -> TokenizedPrompt:
-    """The first tokens of a prompt, or with `keep_end` the last: at most `most`.
+def truncated(
+    service: Service, prompts: list[TokenizedPrompt], most: int | None, is_framed: bool, keep_end: bool, end: int = 0
+) -> list[TokenizedPrompt]:
+    """The first tokens of each prompt, or with `keep_end` the last: at most `most`; all where that is None.
 
     Args:
-        before, behind: special tokens around the text, which stay.
+        is_framed: texts have the tokenizer's special tokens around them, which stay.
+        end: how many tokens at the end stay in any case.
 
     Raises:
         ApiError: 400 when no room is left for the text.
     """
-    ids = prompt.token_ids
-    if len(ids) <= most:
-        return prompt
+    if most is None:
+        return prompts
+    before, behind = service.tokenizer.num_added if is_framed and prompts[0].text is not None else (0, 0)
+    behind = max(behind, end)
     room = most - before - behind
-    if room < 1:
+    if room < 1 and any(len(prompt.token_ids) > most for prompt in prompts):
         raise bad_request(
             f"truncate_prompt_tokens is {most}, and {before + behind} special tokens belong to each text; give at "
             f"least {before + behind + 1}",
             "truncate_prompt_tokens",
         )
-    end = len(ids) - behind
-    kept = ids[end - room : end] if keep_end else ids[before : before + room]
-    return TokenizedPrompt([*ids[:before], *kept, *ids[end:]])
+
+    def cut(prompt: TokenizedPrompt) -> TokenizedPrompt:
+        ids, at = prompt.token_ids, len(prompt.token_ids) - behind
+        if len(ids) <= most:
+            return prompt
+        kept = ids[at - room : at] if keep_end else ids[before : before + room]
+        return TokenizedPrompt([*ids[:before], *kept, *ids[at:]])
+
+    return [cut(prompt) for prompt in prompts]
 
 
 # Chats up to here are rendered at once where the template is plain; with longer texts even a plain step takes its time.
@@ -261,10 +271,8 @@ def _reasoning(body: ChatFields, template: ChatTemplate) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if effort == "none" and "enable_thinking" in template.source:
         return {"enable_thinking": False}
-    raise bad_request(
-        f"reasoning_effort is {effort!r}, and the model's chat template does not know it; leave it out",
-        "reasoning_effort",
-    )
+    message = f"reasoning_effort is {effort!r}, and the model's chat template does not know it; leave it out"
+    raise bad_request(message, "reasoning_effort")
 
 
 def preloaded(prompts: list[NamedPrompt], tokenizer: Tokenizer, template: ChatTemplate | None) -> list[PreloadedPrompt]:
@@ -349,9 +357,7 @@ def _content(message: Message, path: str) -> str:
 
 
 def _text(content: str | list[dict[str, Any]], path: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
+    return joined(content, path, "parts", _part_text)
 
 
 def _part_text(part: dict[str, Any], path: str) -> str:

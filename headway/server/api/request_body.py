@@ -90,22 +90,6 @@ def _object_in(raw: bytearray) -> dict[str, Any]:
     return content
 
 
-def query_number(request: Request, name: str, default: int, most: int) -> int:
-    """A number from 1 to `most` of a request's query. Raises ApiError 400."""
-    given = request.query_params.get(name, str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
-        raise bad_request(f"{name} is {given[:60]!r}; it must be a number from 1 to {most}", name)
-    return int(given)
-
-
-def query_flag(request: Request, name: str) -> bool:
-    """Whether something is `true` in a request's query. Raises ApiError 400."""
-    given = request.query_params.get(name, "false")
-    if given not in ("true", "false"):
-        raise bad_request(f"{name} is {given[:60]!r}; it must be true or false", name)
-    return given == "true"
-
-
 def num_marks(raw: bytes | bytearray) -> int:
     """The commas and opening brackets of a JSON text, also within strings: it has at most one value more."""
     return len(raw) - len(raw.translate(None, b",[{"))
@@ -197,7 +181,9 @@ def check_body(model: type[B], content: dict[str, Any]) -> B:
     if not content.keys() <= model.model_fields.keys():
         content = _without_unsupported(model, content)
     for name in _COUNTS.keys() & content.keys():
-        _check_count(name, content[name])
+        value, (most, what) = content[name], _COUNTS[name]
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise bad_request(f"{name} has {len(value)} {what}; at most {most} are allowed", name)
     for name, inner in _inner_models(model).items():
         _check_names(inner, name, content.get(name))
     try:
@@ -217,12 +203,6 @@ def _without_unsupported(model: type[Body], content: dict[str, Any]) -> dict[str
     if unknown is not None:
         raise _unknown(unknown, model.model_fields)
     return {name: value for name, value in content.items() if name in model.model_fields}
-
-
-def _check_count(name: str, value: Any) -> None:
-    most, what = _COUNTS[name]
-    if isinstance(value, (list, dict)) and len(value) > most:
-        raise bad_request(f"{name} has {len(value)} {what}; at most {most} are allowed", name)
 
 
 @cache
@@ -285,11 +265,9 @@ def _shown(value: Any) -> str:
         return f"a JSON {_kind(value)}"
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN_CHARS else value[:SHOWN_CHARS] + "...")
-    names = {None: "null", True: "true", False: "false"}
-    shown = names.get(value, "") if value is None or isinstance(value, bool) else _number(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) >= 10**SHOWN_CHARS:
+        return "a huge number"  # Python refuses to print integers of thousands of digits
+    shown = str(value)
     return shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + "..."
-
-
-def _number(value: Any) -> str:
-    # Python refuses to print integers of thousands of digits.
-    return "a huge number" if isinstance(value, int) and abs(value) >= 10**SHOWN_CHARS else str(value)

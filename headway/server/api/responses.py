@@ -56,27 +56,38 @@ class Timings(BaseModel):
     passed_over: int
 
 
-class CompletionChoice(BaseModel):
+class Answered(BaseModel):
+    """What the answers of all routes of the engine have."""
+
+    id: str
+    model: str
+    usage: Usage
+    timings: Timings | None = None
+
+
+class Generated(Answered):
+    created: int
+    service_tier: str
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Choice(BaseModel):
     index: int
-    text: str
     logprobs: dict[str, Any] | None
-    finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    text: str
+    finish_reason: FinishReason | None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
 
 
-class Completion(BaseModel):
-    id: str
+class Completion(Generated):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    service_tier: str
     choices: list[CompletionChoice]
-    usage: Usage
-    timings: Timings | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CalledFunction(BaseModel):
@@ -102,27 +113,16 @@ class AssistantMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: AssistantMessage
-    logprobs: dict[str, Any] | None
     finish_reason: FinishReason | Literal["tool_calls"]
-    stop_reason: str | int | None
-    token_ids: list[int] | None = None
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Generated):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    service_tier: str
     choices: list[ChatChoice]
-    usage: Usage
-    timings: Timings | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Embedding(BaseModel):
@@ -133,14 +133,10 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class Embeddings(BaseModel):
-    id: str
+class Embeddings(Answered):
     object: Literal["list"]
     created: int
-    model: str
     data: list[Embedding]
-    usage: Usage
-    timings: Timings | None = None
 
 
 class Score(BaseModel):
@@ -149,14 +145,10 @@ class Score(BaseModel):
     score: float
 
 
-class Scores(BaseModel):
-    id: str
+class Scores(Answered):
     object: Literal["list"]
     created: int
-    model: str
     data: list[Score]
-    usage: Usage
-    timings: Timings | None = None
 
 
 class RankedText(BaseModel):
@@ -169,14 +161,10 @@ class Ranked(BaseModel):
     document: RankedText | None = None
 
 
-class Ranking(BaseModel):
+class Ranking(Answered):
     """The most relevant documents first."""
 
-    id: str
-    model: str
     results: list[Ranked]
-    usage: Usage
-    timings: Timings | None = None
 
 
 class ModelCard(BaseModel):

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from headway.policy.objectives.service_class import LONGEST_NAME
+from headway.server.api.answers import logprob_entries
 from headway.server.api.choices import ScoredToken
 from headway.server.api.fields import Body, Int, joined, said, string_in
 from headway.server.api.parts import Part, PartsAnswer, named_event
 from headway.server.api.request_body import check_body
 from headway.server.api.responses_store import Kept, ResponseStore
-from headway.server.api.schemas import ChatBody
+from headway.server.api.schemas import ChatBody, OfEngine
 from headway.server.edge.streaming import EventWriter
 from headway.server.errors import ApiError, bad_request
 from headway.server.generation import Generation
@@ -59,10 +59,9 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = said("Without effect: nothing is obfuscated.")
 
 
-class ResponsesBody(Body):
+class ResponsesBody(OfEngine):
     """POST /v1/responses."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     input: str | list[dict[str, Any]] = said("A text of the user, or a list of items.", ...)
     instructions: str | None = said("A system message that goes before the conversation.")
     previous_response_id: str | None = said("The response whose conversation goes on.")
@@ -94,13 +93,6 @@ class ResponsesBody(Body):
     prompt_cache_retention: str | None = said("Without effect.")
     service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
         "Selects a service class by OpenAI's names."
-    )
-    service_class: str | None = said(
-        "The service class, with its objectives and limits.", min_length=1, max_length=LONGEST_NAME
-    )
-    priority: int = said("Lower goes first; other values than 0 need --scheduling-policy priority.", 0)
-    cache_salt: str | None = said(
-        "Prompts share cached prefixes only with prompts of the same salt.", min_length=1, max_length=256
     )
 
     @property
@@ -324,13 +316,7 @@ class ResponsesAnswer(PartsAnswer):
         content = [self._content(part)] if part.texts else []
         if part.kind == "reasoning":
             return {"id": f"rs_{part.id}", "type": "reasoning", "status": status, "summary": [], "content": content}
-        return {
-            "id": f"msg_{part.id}",
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        return {"id": f"msg_{part.id}", "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _content(self, part: Part, text: str | None = None) -> dict[str, Any]:
         """The content part of a message or of reasoning; `text` in place of its own."""
@@ -341,18 +327,7 @@ class ResponsesAnswer(PartsAnswer):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, tokens: list[ScoredToken]) -> list[dict[str, Any]]:
-        most = self._body.top_logprobs or 0
-        return [
-            {
-                **self._token(token.token_id, token.logprob),
-                "top_logprobs": [self._token(*each) for each in token.top[:most]],
-            }
-            for token in tokens
-        ]
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return list(logprob_entries(tokens, self._tokenizer, self._body.top_logprobs or 0))
 
     # --- events -------------------------------------------------------------------------------------
 

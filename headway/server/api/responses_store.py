@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, bad_request, not_found
 from headway.server.generation import Generation
 
 MOST_RESPONSES, MOST_BYTES = 4096, 64 << 20
@@ -127,7 +127,7 @@ class ResponseStore:
             generation.abort(ApiError(499, "the response was cancelled", code="cancelled", kind="cancelled"))
             return
         self.find(name, tenant)
-        raise ApiError(400, f"response {name} has ended; only one that is under way can be cancelled")
+        raise bad_request(f"response {name} has ended; only one that is under way can be cancelled")
 
     # --- the file -----------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ def page_of(items: list[dict[str, Any]], after: str | None, limit: int, newest_f
     if after is not None:
         at = next((number for number, item in enumerate(items) if item.get("id") == after), None)
         if at is None:
-            raise ApiError(400, f"after is {after[:60]!r}, which is no item of this response", param="after")
+            raise bad_request(f"after is {after[:60]!r}, which is no item of this response", "after")
         items = items[at + 1 :]
     page = items[:limit]
     return msgspec.json.encode(
@@ -195,9 +195,6 @@ def page_of(items: list[dict[str, Any]], after: str | None, limit: int, newest_f
 
 
 def _unknown(name: str) -> ApiError:
-    return ApiError(
-        404,
-        f"there is no response {name[:100]!r}; the latest ones are kept, unless store is false, until the server ends"
-        " (or longer, with --response-store)",
-        code="response_not_found",
-    )
+    until = "until the server ends (or longer, with --response-store)"
+    message = f"there is no response {name[:100]!r}; the latest ones are kept, unless store is false, {until}"
+    return not_found(message, "response_not_found")

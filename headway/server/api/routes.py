@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -16,20 +15,22 @@ from starlette.responses import HTMLResponse, Response
 from headway import __version__
 from headway.engine.messages import Explain
 from headway.outputs.choices import TokenizedPrompt
+from headway.policy.admission.lengths import fit_to_class, fit_to_context
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
-from headway.policy.step.sampling_params import SamplingParams
+from headway.policy.step.sampling_params import InvalidParameter, SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
-from headway.server.api import held, responses
+from headway.server.api import responses
 from headway.server.api.adapters import LoadAdapterBody, UnloadAdapterBody
-from headway.server.api.answers import Answer
+from headway.server.api.answers import Answer, Shaped
 from headway.server.api.beams import check_room
 from headway.server.api.chat import ChatAnswer
 from headway.server.api.choices import ServedChoice
 from headway.server.api.completions import CompletionAnswer, InferAnswer
 from headway.server.api.handover import handover_of
+from headway.server.api.held import held_to
 from headway.server.api.messages_api import CountBody, MessagesBody
-from headway.server.api.parameters import check_ids, fitted_params, sampling_params
+from headway.server.api.parameters import check_ids, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
 from headway.server.api.prompts import (
     as_list,
@@ -40,7 +41,7 @@ from headway.server.api.prompts import (
     prompt_ids,
     truncated,
 )
-from headway.server.api.request_body import check_body, query_flag, query_number
+from headway.server.api.request_body import check_body
 from headway.server.api.responses_api import ResponsesBody
 from headway.server.api.schemas import (
     ChatBody,
@@ -54,19 +55,21 @@ from headway.server.api.schemas import (
     TokenizeChat,
     TokenizeText,
 )
-from headway.server.api.serving import Streamed, read, read_unless_full, serve
+from headway.server.api.serving import read, read_unless_full, serve
 from headway.server.classes import Terms
 from headway.server.edge.connection import ARRIVED
 from headway.server.edge.edge import REQUEST_ID
+from headway.server.edge.http_head import query_choice, query_number
 from headway.server.edge.pacing import Shared
 from headway.server.edge.probes import health
-from headway.server.errors import bad_request
+from headway.server.errors import bad_request, json_response
 from headway.server.generation import Generation, clock
 from headway.server.live import Live
 from headway.server.metrics.metrics import CONTENT_TYPE
 from headway.server.page.document import page
 from headway.server.profile import Profiles
 from headway.server.service import Service
+from headway.server.timings import Stamps
 
 BODIES = (
     CompletionBody,
@@ -106,10 +109,6 @@ def _written(token_ids: list[int], show: Callable[[int], str] | None = None) -> 
         parts.append(msgspec.json.encode(ids if show is None else [show(token_id) for token_id in ids])[1:-1])
         time.sleep(PAUSE_S)
     return msgspec.Raw(b"[%b]" % b",".join(parts))
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 class Routes:
@@ -178,7 +177,7 @@ class Routes:
         return await self.generate(request, completion, lambda made: InferAnswer(made, completion, *about))
 
     async def generate(
-        self, request: Request, body: CompletionBody | ChatBody, shape: Callable[[Generation], Streamed] | None = None
+        self, request: Request, body: CompletionBody | ChatBody, shape: Callable[[Generation], Shaped] | None = None
     ) -> Response:
         """Answer a body, in the shape of its own API or in another one."""
         if not self._service.check_ready().generates:
@@ -200,53 +199,42 @@ class Routes:
         self,
         request: Request,
         body: CompletionBody | ChatBody,
-        shape: Callable[[Generation], Streamed],
+        shape: Callable[[Generation], Shaped],
         terms: Terms,
         place: Place,
-    ) -> Streamed | Response:
+    ) -> Shaped | Response:
         """The whole response, or for a stream the Answer that will make it."""
         service = self._service
         await service.pace.turn()
         params = sampling_params(body, service.defaults, service.tokenizer.vocab_size)
-        checked_ns, tokenized_ns, compiled_ns = clock(), 0, 0
+        stamps = Stamps(request.scope[ARRIVED], clock())
         with service.counting_refusals(terms.service.name):
             prompts = self._truncated(body, await self._prompts(body), terms.service)
             self._check_prompt_logprobs(prompts, params, body)
             is_reasoning = begins_in_reasoning(service, body, prompts[0])
-            wanted = held.wanted(service, body, params.structured_outputs, is_reasoning)
-            if wanted.asked is not None or wanted.left_out:
-                tokenized_ns = clock()
-                params.structured_outputs = await held.checked(service, request, body, wanted, is_reasoning)
-                compiled_ns = clock()
+            held = params.structured_outputs
+            params.structured_outputs = await held_to(service, request, body, held, is_reasoning, stamps)
             given = body.prediction if isinstance(body, ChatBody) else None
-            prediction = [] if given is None else await predicted_ids(service, given, params)
+            prediction = () if given is None else await predicted_ids(service, given, params)
             fitted = self._fitted(body, params, prompts, terms.service)
             hands_over, handle = False, None
             if body.kv_transfer_params is not None:
-                role = service.engine.config.role
-                hands_over, handle = handover_of(role, body, fitted[0], len(prompts))
-            service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
+                hands_over, handle = handover_of(service.engine.config.role, body, fitted[0], len(prompts))
             generation = Generation(
                 service,
+                request,
+                body,
                 prompts,
                 fitted,
                 place,
                 terms,
-                arrived_ns=request.scope[ARRIVED],
-                checked_ns=checked_ns,
-                tokenized_ns=tokenized_ns,
-                compiled_ns=compiled_ns,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
+                stamps,
+                "chat" if isinstance(body, ChatBody) else "text_completion",
                 prediction=prediction,
-                adapter=service.adapter_of(body.model),
                 keep=not body.stream,
-                include_timings=body.include_timings,
                 prompt_only=isinstance(body, CompletionBody) and body.prompt_only,
                 hands_over=hands_over,
                 handle=handle,
-                operation="chat" if isinstance(body, ChatBody) else "text_completion",
-                headers=request.headers,
                 make_choice=parsed_choice(service, body, is_reasoning) or ServedChoice,
             )
         answer = shape(generation)
@@ -259,28 +247,28 @@ class Routes:
         prompts: list[TokenizedPrompt],
         service_class: ServiceClass,
     ) -> list[SamplingParams]:
-        """The parameters for each prompt, fitted to the context and the class."""
-        limit = self._service.check_ready().max_model_len
-        fields = (
-            () if isinstance(body, ChatBody) and body.reduces_max_tokens else ("max_completion_tokens", "max_tokens")
-        )
-        given = (name for name in fields if getattr(body, name, None) is not None)
-        prompt_field, max_tokens_field = "messages" if isinstance(body, ChatBody) else "prompt", next(given, None)
-        fitted = [
-            fitted_params(
-                params,
-                len(prompt.token_ids),
-                limit,
-                service_class,
-                prompt_field=prompt_field,
-                max_tokens_field=max_tokens_field,
-            )
-            for prompt in prompts
-        ]
+        """The parameters for each prompt, fitted to the context and the class.
+
+        Raises:
+            ApiError: 400 when a prompt, or prompt and output together, do not fit these.
+        """
+        ready, is_chat = self._service.check_ready(), isinstance(body, ChatBody)
+        is_reduced = isinstance(body, ChatBody) and body.reduces_max_tokens
+        fields = () if is_reduced else ("max_completion_tokens", "max_tokens")
+        field = next((name for name in fields if getattr(body, name, None) is not None), None)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        try:
+            fitted = [
+                fit_to_class(fit_to_context(params, length, ready.max_model_len, field), length, service_class, field)
+                for length in lengths
+            ]
+        except InvalidParameter as error:
+            of_prompt = "messages" if is_chat else "prompt"
+            raise bad_request(str(error), of_prompt if error.parameter == "prompt" else error.parameter) from None
         if params.use_beam_search:
-            ready, records = self._service.check_ready(), self._service.engine.config.record_steps is not None
-            for each, prompt in zip(fitted, prompts, strict=True):
-                check_room(ready, records, each, len(prompt.token_ids), max_tokens_field or "max_tokens")
+            records = self._service.engine.config.record_steps is not None
+            for each, length in zip(fitted, lengths, strict=True):
+                check_room(ready, records, each, length, field or "max_tokens")
         return fitted
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[TokenizedPrompt]:
@@ -296,11 +284,9 @@ class Routes:
         limit = self._service.check_ready().max_model_len
         wished = getattr(body, "max_completion_tokens", None) or body.max_tokens or body.min_tokens or 1
         most = most_tokens(body, limit, min(limit - wished, service_class.max_prompt_tokens))
-        if most is None:
-            return prompts
-        framed = body.add_special_tokens and prompts[0].text is not None
-        before, behind = self._service.tokenizer.num_added if framed else (0, 0)
-        return [truncated(each, most, body.truncation_side != "right", before, behind) for each in prompts]
+        return truncated(
+            self._service, prompts, most, is_framed=body.add_special_tokens, keep_end=body.truncation_side != "right"
+        )
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
         n = body.n or 1
@@ -373,55 +359,56 @@ class Routes:
         if self._page is not None and "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(self._page.html, headers=self._page.headers)
         places = {"api": "/docs", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
-        return _json({"server": f"headway {__version__}"} | places)
+        return json_response({"server": f"headway {__version__}"} | places)
 
     async def models(self) -> Response:
         card, engine = self._service.card, self._service.engine
         cards = [card(name) for name in self._service.settings.served_model_names]
-        return _json({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
+        return json_response({"object": "list", "data": cards + [card(each) for each in engine.adapters.values()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         self._service.check_model(name)
-        return _json(self._service.card(self._service.engine.adapters.get(name) or str(name)))
+        return json_response(self._service.card(self._service.engine.adapters.get(name) or str(name)))
 
     async def health(self) -> Response:
         return health(self._service.check_ready)
 
     async def version(self) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def load(self) -> Response:
         """Requests in flight."""
-        return _json({"server_load": self._service.in_flight})
+        return json_response({"server_load": self._service.in_flight})
 
     async def schedule(self, request: Request) -> Response:
         """The last steps and the reasons for them, the newest last."""
         self._service.check_ready()
-        steps, form = query_number(request, "steps", 50, DECISIONS_KEPT), request.query_params.get("format", "json")
-        if form not in ("json", "text"):
-            raise bad_request(f"format is {form[:60]!r}; it must be json or text", "format")
+        steps = query_number(request.query_params, "steps", 50, DECISIONS_KEPT)
+        form = query_choice(request.query_params, "format", "json", ("json", "text"))
         told = await self._service.explained(Explain(steps))
         now = clock()
         decisions = [{"ago_ms": max(0, now - each.planned_ns) / 1e6, "decision": each.words} for each in told.steps]
         if form == "json":
-            return _json({"steps": decisions})
+            return json_response({"steps": decisions})
         lines = (f"{each['ago_ms']:.1f} ms ago: {each['decision']}\n" for each in decisions)
         return Response(_LONG_ID.sub(r"\1", "".join(lines)), media_type="text/plain")
 
     async def profile(self, request: Request) -> Response:
         """Steps and the requests in them as a trace for ui.perfetto.dev: the last ones, or the next with kernels."""
-        steps, kernels = query_number(request, "steps", 50, DECISIONS_KEPT), query_flag(request, "kernels")
-        return _json(await (self._profiles.of_next(steps) if kernels else self._profiles.of_last(steps)))
+        steps = query_number(request.query_params, "steps", 50, DECISIONS_KEPT)
+        kernels = query_choice(request.query_params, "kernels", "false", ("true", "false"))
+        make = self._profiles.of_next if kernels == "true" else self._profiles.of_last
+        return json_response(await make(steps))
 
     async def start_profile(self) -> Response:
         """Begin a profile, as vLLM does: steps from now on are in what stop_profile answers."""
         await self._profiles.start()
-        return _json({"status": "started"})
+        return json_response({"status": "started"})
 
     async def stop_profile(self) -> Response:
         """The trace of the steps since start_profile, of the last ones where they are more than are kept."""
-        return _json(await self._profiles.stop())
+        return json_response(await self._profiles.stop())
 
     async def live(self) -> Response:
         """What the engine does now, twice a second, as server-sent events."""
@@ -430,7 +417,7 @@ class Routes:
     async def auto_tune(self) -> Response:
         """What the server has changed of its settings, and what it does about them now."""
         assert self._service.auto_tune is not None
-        return _json(self._service.auto_tune.look())
+        return json_response(self._service.auto_tune.look())
 
     async def metrics(self) -> Response:
         exposed = await asyncio.shield(await self._exposition.get())  # others wait for it, too

@@ -51,10 +51,6 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, str) or _all_of(str, value)
 
 
-def _is_stop(value: Any) -> bool:
-    return value is None or _is_texts(value)
-
-
 def _are_documents(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(each, str) or (isinstance(each, dict) and each.keys() == {"text"} and isinstance(each["text"], str))
@@ -63,11 +59,8 @@ def _are_documents(value: Any) -> bool:
 
 
 def _is_content(value: Any) -> bool:
-    return (
-        value is None
-        or isinstance(value, str)
-        or (isinstance(value, list) and all(isinstance(part, dict) for part in value))
-    )
+    is_list = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    return is_list or value is None or isinstance(value, str)
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -96,9 +89,7 @@ PromptField = Annotated[
     WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
 ]
 TextsField = Annotated[
-    Any,
-    must_be("a string or a list of strings", _is_texts),
-    WithJsonSchema({"anyOf": [_TEXT, _TEXTS]}),
+    Any, must_be("a string or a list of strings", _is_texts), WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})
 ]
 DocumentsField = Annotated[
     Any,
@@ -107,7 +98,7 @@ DocumentsField = Annotated[
 ]
 StopField = Annotated[
     Any,
-    must_be("a string or a list of strings", _is_stop),
+    must_be("a string or a list of strings", lambda value: value is None or _is_texts(value)),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}, {"type": "null"}]}),
 ]
 IdsField = Annotated[
@@ -138,11 +129,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = said("Whether every event has the token counts so far; default false.", False)
 
 
-class RequestBody(Body):
-    """Fields of every request for the engine. A field that is null counts as left out."""
-
+class NamesModel(Body):
     model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
-    user: str | None = said("A name of the end user; it has no effect.")
+
+
+class OfEngine(NamesModel):
+    """Fields of every request for the engine, in whichever API. A field that is null counts as left out."""
+
     cache_salt: str | None = said(
         "Prompts share cached prefixes only with prompts of the same salt, of 1 to 256 characters.",
         min_length=1,
@@ -154,13 +147,19 @@ class RequestBody(Body):
         ge=-(2**31),
         le=2**31 - 1,
     )
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
-        "Selects a service class by OpenAI's names."
-    )
     service_class: str | None = said(
         "The service class, with its objectives and limits; default the server's default class.",
         min_length=1,
         max_length=LONGEST_NAME,
+    )
+
+
+class RequestBody(OfEngine):
+    """Fields of every request for the engine in OpenAI's older APIs."""
+
+    user: str | None = said("A name of the end user; it has no effect.")
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = said(
+        "Selects a service class by OpenAI's names."
     )
     include_timings: bool = said(
         "Whether the answer has the phases of the request, in nanoseconds; default false.", False
@@ -414,10 +413,9 @@ class RerankBody(RequestBody):
     instruction: str | None = said("What relevance means here, for models whose template takes it.")
 
 
-class TokenizeText(Body):
+class TokenizeText(NamesModel):
     """POST /tokenize, of a text."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     prompt: str = said(
         "The text; up to 4,194,304 characters and bytes, or what the context holds if that is more.", ...
     )
@@ -425,17 +423,15 @@ class TokenizeText(Body):
     return_token_strs: bool | None = said("Whether each token is also given as a text; default false.")
 
 
-class TokenizeChat(ChatFields):
+class TokenizeChat(ChatFields, NamesModel):
     """POST /tokenize, of messages."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     return_token_strs: bool | None = said("Whether each token is also given as a text; default false.")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(NamesModel):
     """POST /detokenize."""
 
-    model: str | None = said("The model, by a name that /v1/models has; default the first of them.")
     tokens: IdsField = said("The token ids.", ...)
 
 

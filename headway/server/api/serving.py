@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 
 from headway.policy.admission.queue_bound import Place
+from headway.server.api.answers import Shaped
 from headway.server.api.fields import Body
 from headway.server.api.request_body import check_body
 from headway.server.api.schemas import RequestBody
 from headway.server.classes import Terms, terms_of
 from headway.server.edge.edge import ACCESS, IGNORED
-from headway.server.edge.streaming import EventStream, EventWriter, unless_gone
+from headway.server.edge.streaming import EventStream, unless_gone
 from headway.server.errors import bad_request
-from headway.server.generation import Generation, clock
+from headway.server.generation import clock
 from headway.server.service import Service
 
 B = TypeVar("B", bound=Body)
@@ -25,20 +26,8 @@ B = TypeVar("B", bound=Body)
 RELAXED, MOST_RELAXED = "headway.relaxed", 500
 
 
-class Streamed(Protocol):
-    """Gives a generation the shape of an API's answers."""
-
-    generation: Generation
-
-    async def whole(self) -> Response:
-        """The answer in one piece. Raises ApiError."""
-
-    async def events(self, writer: EventWriter) -> None:
-        """Push server-sent events. Raises ApiError before the first of them."""
-
-
 # Makes the answer, or what will make its stream, of a request that was let in.
-Make = Callable[[Terms, Place], Coroutine[Any, Any, Streamed | Response]]
+Make = Callable[[Terms, Place], Coroutine[Any, Any, Shaped | Response]]
 
 
 async def read(service: Service, request: Request, model: type[B]) -> B:
@@ -63,10 +52,8 @@ async def serve(
     """
     service.check_model(body.model)
     if body.priority and not service.settings.priority_allowed:
-        raise bad_request(
-            f"priority is {body.priority}; that needs a server with --scheduling-policy priority",
-            "priority",
-        )
+        message = f"priority is {body.priority}; that needs a server with --scheduling-policy priority"
+        raise bad_request(message, "priority")
     scope = request.scope
     with service.counting_refusals():
         terms = terms_of(service.classes.table, scope[ACCESS], body, request.headers, scope[IGNORED])
@@ -76,8 +63,8 @@ async def serve(
     streams = False
     try:
         answer = await unless_gone(request.receive, make(terms, place))
-        streams = not isinstance(answer, Response)
         if not isinstance(answer, Response):
+            streams = True
             answer = EventStream(answer.events, service.settings, partial(_end, service, answer))
         if left_out := scope.get(RELAXED):
             answer.headers["x-headway-relaxed"] = left_out[:MOST_RELAXED].encode("ascii", "replace").decode()
@@ -90,6 +77,6 @@ async def serve(
             service.end()
 
 
-def _end(service: Service, answer: Streamed) -> None:
+def _end(service: Service, answer: Shaped) -> None:
     answer.generation.release()
     service.end()

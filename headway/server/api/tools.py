@@ -166,10 +166,8 @@ def _checked_names(tools: Sequence[Tool]) -> set[str]:
                     f'{path}.parameters.type is {str(kind)[:60]!r}; it must be "object"', f"{path}.parameters.type"
                 )
             if not isinstance(inner, dict):
-                raise bad_request(
-                    f"{path}.parameters.properties is no JSON object; it must have a schema for each argument",
-                    f"{path}.parameters.properties",
-                )
+                message = f"{path}.parameters.properties is no JSON object; it must have a schema for each argument"
+                raise bad_request(message, f"{path}.parameters.properties")
     return names
 
 

@@ -15,13 +15,13 @@ from headway.server.api import messages_api, responses, responses_api
 from headway.server.api.messages_api import CountBody, MessagesAnswer, MessagesBody
 from headway.server.api.parts import PartsAnswer
 from headway.server.api.prompts import chat_prompt
-from headway.server.api.request_body import query_number
 from headway.server.api.responses_api import ResponsesAnswer, ResponsesBody
 from headway.server.api.responses_store import ResponseStore, page_of
-from headway.server.api.schemas import ChatBody, Message
+from headway.server.api.schemas import ChatBody
 from headway.server.api.serving import read, read_unless_full
 from headway.server.edge.edge import ACCESS
-from headway.server.errors import AnthropicErrorBody, ApiError, bad_request
+from headway.server.edge.http_head import is_newest_first, query_number
+from headway.server.errors import AnthropicErrorBody, ApiError, bad_request, json_response, not_found
 from headway.server.generation import Generation
 from headway.server.service import Service
 
@@ -76,7 +76,7 @@ class TranslatedRoutes:
         body = await read(self._service, request, CountBody)
         self._service.check_model(body.model)
         prompt = await chat_prompt(self._service, messages_api.chat_of(body, self._template), is_cut=True)
-        return _json({"input_tokens": len(prompt.token_ids)})
+        return json_response({"input_tokens": len(prompt.token_ids)})
 
     def _model(self, body: CountBody | ResponsesBody) -> str:
         return body.model or self._service.settings.served_model_names[0]
@@ -126,7 +126,7 @@ class TranslatedRoutes:
         kept, dropped = chat.messages, 0
         while True:
             prompt = await chat_prompt(self._service, chat, chat.cache_salt, is_cut=True)
-            others = [number for number, each in enumerate(kept[:-1]) if not _is_system(each)]
+            others = [number for number, each in enumerate(kept[:-1]) if each.role not in ("system", "developer")]
             if len(prompt.token_ids) <= limit or dropped == len(others):
                 return
             dropped = min(len(others), 2 * dropped or 1)
@@ -139,24 +139,22 @@ class TranslatedRoutes:
     async def delete(self, request: Request) -> Response:
         name = request.path_params["response_id"]
         self._store.delete(name, self._tenant(request))
-        return _json({"id": name, "object": "response", "deleted": True})
+        return json_response({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         name = request.path_params["response_id"]
         self._store.cancel(name, self._tenant(request))
-        return _json({"id": name, "object": "response", "status": "cancelled"})
+        return json_response({"id": name, "object": "response", "status": "cancelled"})
 
     async def unknown(self, request: Request) -> Response:
-        raise ApiError(404, f"there is no POST {request.url.path[:100]}", code="not_found")
+        raise not_found(f"there is no POST {request.url.path[:100]}")
 
     async def input_items(self, request: Request) -> Response:
-        limit = query_number(request, "limit", _PAGE, _MOST_ON_PAGE)
-        after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
+        query = request.query_params
+        limit, newest_first = query_number(query, "limit", _PAGE, _MOST_ON_PAGE), is_newest_first(query)
         kept = self._store.find(request.path_params["response_id"], self._tenant(request))
         items = msgspec.json.decode(kept.input_items)
-        return _kept(page_of(items, after, limit, order == "desc"))
+        return _kept(page_of(items, query.get("after"), limit, newest_first))
 
     @staticmethod
     def _tenant(request: Request) -> str:
@@ -175,14 +173,6 @@ def _renamed(names: dict[str, str]) -> Iterator[None]:
             first, space, rest = error.message.partition(" ")
             error.message = names.get(first, first) + space + rest
         raise
-
-
-def _is_system(message: Message) -> bool:
-    return message.role in ("system", "developer")
-
-
-def _json(content: Any) -> Response:
-    return _kept(msgspec.json.encode(content))
 
 
 def _kept(encoded: bytes) -> Response:

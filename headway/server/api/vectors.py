@@ -29,6 +29,7 @@ from headway.server.edge.connection import ARRIVED
 from headway.server.errors import bad_request
 from headway.server.generation import Generation, clock
 from headway.server.service import Service
+from headway.server.timings import Stamps
 from headway.text.process import MOST_CHARS
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -61,11 +62,11 @@ class VectorRoutes:
         body = await read_unless_full(service, request, EmbeddingBody)
 
         async def make(terms: Terms, place: Place) -> Response:
-            checked_ns = clock()
+            stamps = Stamps(request.scope[ARRIVED], clock())
             params = self._embedding(body.dimensions)
             given = body.input, body.add_special_tokens, body.cache_salt, "input", MAX_INPUTS, _is_cut(body)
             prompts = self._embedded(body, await completion_prompts(service, *given), body.add_special_tokens, terms)
-            generation = self._generation(request, body, prompts, params, terms, place, checked_ns, "input")
+            generation = self._generation(request, body, prompts, params, terms, place, stamps, "input")
             write = partial(_embeddings, generation, self._head(body), body.encoding_format == "base64")
             return await self._answer(body, generation, write)
 
@@ -119,13 +120,11 @@ class VectorRoutes:
         except ValueError as error:
             raise bad_request(str(error), fields[1]) from None
         if body.instruction is not None and not judged:
-            raise bad_request(
-                "this model scores by the cosine of embeddings, without an instruction; put it in the texts",
-                "instruction",
-            )
+            message = "this model scores by the cosine of embeddings, without an instruction; put it in the texts"
+            raise bad_request(message, "instruction")
 
         async def make(terms: Terms, place: Place) -> Response:
-            checked_ns = clock()
+            stamps = Stamps(request.scope[ARRIVED], clock())
             if judged:
                 params = service.pooler.judgement
                 prompts = await self._judged(body, [(queries[q], documents[d]) for q, d in asked], fields[1], terms)
@@ -133,7 +132,7 @@ class VectorRoutes:
                 params = self._embedding(None)
                 given = [*queries, *documents], True, body.cache_salt, fields[1], 2 * MAX_INPUTS, _is_cut(body)
                 prompts = self._embedded(body, await completion_prompts(service, *given), True, terms)
-            generation = self._generation(request, body, prompts, params, terms, place, checked_ns, fields[1])
+            generation = self._generation(request, body, prompts, params, terms, place, stamps, fields[1])
 
             def encoded() -> bytes:
                 vectors = [floats(choice.vector or b"") for choice in generation.choices]
@@ -163,14 +162,10 @@ class VectorRoutes:
         self, body: RequestBody, prompts: list[TokenizedPrompt], add_special_tokens: bool, terms: Terms
     ) -> list[TokenizedPrompt]:
         """The prompts with the token that ends them, as long as the request allows."""
-        service, most = self._service, self._most_tokens(body, terms)
-        prompts = [service.pooler.ended(each) for each in prompts]
-        if most is None:
-            return prompts
-        framed = add_special_tokens and prompts[0].text is not None
-        before, behind = service.tokenizer.num_added if framed else (0, 0)
-        behind = max(behind, int(service.pooler.end is not None))
-        return [truncated(each, most, body.truncation_side == "left", before, behind) for each in prompts]
+        service, pooler = self._service, self._service.pooler
+        prompts, end = [pooler.ended(each) for each in prompts], int(pooler.end is not None)
+        keep_end = body.truncation_side == "left"
+        return truncated(service, prompts, self._most_tokens(body, terms), add_special_tokens, keep_end, end)
 
     async def _judged(
         self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str, terms: Terms
@@ -183,8 +178,9 @@ class VectorRoutes:
         while too_long := [at for at, prompt in enumerate(prompts) if len(prompt.token_ids) > most]:
             for at in too_long:
                 query, document = texts[at]
-                excess = len(prompts[at].token_ids) - most
-                texts[at] = query, await self._shorter(document, excess, body.truncation_side == "left")
+                cut = document, len(prompts[at].token_ids) - most, body.truncation_side == "left"
+                shorter = partial(self._service.tokenizer.shorter, *cut)
+                texts[at] = query, await self._service.text_work.run(len(document), shorter)
                 if not texts[at][1]:
                     raise bad_request(
                         f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document "
@@ -193,10 +189,6 @@ class VectorRoutes:
                     )
             prompts = await self._rendered(body, texts, field)
         return prompts
-
-    async def _shorter(self, text: str, num_tokens: int, keep_end: bool) -> str:
-        tokenizer = self._service.tokenizer
-        return await self._service.text_work.run(len(text), lambda: tokenizer.shorter(text, num_tokens, keep_end))
 
     async def _rendered(
         self, body: ScoreBody | RerankBody, texts: list[tuple[str, str]], field: str
@@ -227,7 +219,7 @@ class VectorRoutes:
         params: PoolingParams,
         terms: Terms,
         place: Place,
-        checked_ns: int,
+        stamps: Stamps,
         field: str,
     ) -> Generation:
         service = self._service
@@ -238,23 +230,9 @@ class VectorRoutes:
                     check_prompt(len(prompt.token_ids), longest, terms.service)
             except InvalidParameter as error:
                 raise bad_request(str(error), field) from None
-            service.admission.add_prompts(place, [len(prompt.token_ids) for prompt in prompts])
-            return Generation(
-                service,
-                prompts,
-                [_NOTHING] * len(prompts),
-                place,
-                terms,
-                arrived_ns=request.scope[ARRIVED],
-                checked_ns=checked_ns,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                adapter=service.adapter_of(body.model),
-                include_timings=body.include_timings,
-                pooling=params,
-                operation="embeddings",
-                headers=request.headers,
-            )
+            nothing = [_NOTHING] * len(prompts)
+            about = prompts, nothing, place, terms, stamps, "embeddings"
+            return Generation(service, request, body, *about, pooling=params)
 
     async def _answer(self, body: RequestBody, generation: Generation, encode: Callable[[], bytes]) -> Response:
         def num_entries() -> int:

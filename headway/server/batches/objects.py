@@ -135,10 +135,7 @@ class BatchBody(Body):
     )
     metadata: (
         Annotated[
-            dict[
-                Annotated[str, StringConstraints(max_length=64)],
-                Annotated[str, StringConstraints(max_length=512)],
-            ],
+            dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
             Field(max_length=16),
         ]
         | None

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from starlette.datastructures import QueryParams
 from starlette.responses import FileResponse, Response
 
 from headway.config_files.tenants import Access
 from headway.server.api import responses
-from headway.server.api.request_body import BodyReader, check_body, query_number
+from headway.server.api.request_body import BodyReader, check_body
 from headway.server.batches.objects import Batch, BatchBody, Deleted, FileObject, Page
 from headway.server.batches.store import FULL_ERRORS, DiskFull, InUse, Store
 from headway.server.batches.uploads import read_upload
 from headway.server.batches.worker import Batches
 from headway.server.edge.edge import ACCESS
-from headway.server.errors import ApiError, bad_request
+from headway.server.edge.http_head import is_newest_first, query_number
+from headway.server.errors import ApiError, bad_request, not_found
 from headway.server.settings import ServerSettings
 
+T = TypeVar("T")
 MOST_FILES_LISTED, MOST_BATCHES_LISTED, BATCHES_LISTED = 10_000, 100, 20
 _COMMON = responses.errors(400, 401, 507)
 _OF_ONE = _COMMON | responses.errors(404)
@@ -54,16 +57,16 @@ def _json(content: BaseModel) -> Response:
 
 
 def _no_file(file_id: str, param: str = "file_id") -> ApiError:
-    return ApiError(404, f"there is no file {file_id[:60]!r}", param=param, code="file_not_found")
+    return not_found(f"there is no file {file_id[:60]!r}", "file_not_found", param)
 
 
 def _no_batch(batch_id: str) -> ApiError:
-    return ApiError(404, f"there is no batch {batch_id[:60]!r}", param="batch_id", code="batch_not_found")
+    return not_found(f"there is no batch {batch_id[:60]!r}", "batch_not_found", "batch_id")
 
 
 def _full(reason: str) -> ApiError:
     message = f"{reason}; no data is lost, and the request may be sent again when there is space"
-    return ApiError(507, message, code="disk_full", kind="server_error")
+    return ApiError(507, message, code="disk_full")
 
 
 async def _of_full_disk(request: Request, error: Exception) -> Response:
@@ -130,26 +133,17 @@ class BatchRoutes:
                 raise
             raise _full(f"no space is left for uploads in the temporary folder: {error.strerror}") from None
         try:
-            return _json(
-                await self._opened().run(
-                    Store.add_file, _owner(request), upload.file.file, upload.filename, "batch", upload.expiry_s
-                )
-            )
+            given = _owner(request), upload.file.file, upload.filename, "batch", upload.expiry_s
+            return _json(await self._opened().run(Store.add_file, *given))
         finally:
             await upload.file.close()
 
     async def files(self, request: Request) -> Response:
         query = request.query_params
-        limit, order = query_number(request, "limit", MOST_FILES_LISTED, MOST_FILES_LISTED), query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise bad_request(f"order is {order[:60]!r}; it must be asc or desc", "order")
-        after = query.get("after")
-        found = await self._opened().run(
-            Store.files, _owner(request), query.get("purpose"), after, limit, order == "desc"
-        )
-        if found is None:
-            raise _unknown_cursor(after)
-        return _json(Page[FileObject].of(*found))
+        limit = query_number(query, "limit", MOST_FILES_LISTED, MOST_FILES_LISTED)
+        asked = query.get("purpose"), query.get("after"), limit, is_newest_first(query)
+        found = await self._opened().run(Store.files, _owner(request), *asked)
+        return _json(Page[FileObject].of(*_there(found, _unknown_cursor(query))))
 
     async def file(self, request: Request) -> Response:
         return _json(await self._found(request))
@@ -157,9 +151,7 @@ class BatchRoutes:
     async def _found(self, request: Request) -> FileObject:
         file_id = request.path_params["file_id"]
         found = await self._opened().run(Store.file, _owner(request), file_id)
-        if found is None:
-            raise _no_file(file_id)
-        return found
+        return _there(found, _no_file(file_id))
 
     async def content(self, request: Request) -> Response:
         found = await self._found(request)
@@ -186,30 +178,22 @@ class BatchRoutes:
             message = f"file {found.id} has the purpose {found.purpose!r}; a batch's input has 'batch'"
             raise bad_request(message, "input_file_id")
         batch = await batches.create(_owner(request), body)
-        if batch is None:
-            raise _no_file(body.input_file_id, "input_file_id")
-        return _json(batch)
+        return _json(_there(batch, _no_file(body.input_file_id, "input_file_id")))
 
     async def batches(self, request: Request) -> Response:
-        after = request.query_params.get("after")
-        limit = query_number(request, "limit", BATCHES_LISTED, MOST_BATCHES_LISTED)
-        found = await self._opened().run(Store.batches, _owner(request), after, limit)
-        if found is None:
-            raise _unknown_cursor(after)
-        return _json(Page[Batch].of(*found))
+        query = request.query_params
+        limit = query_number(query, "limit", BATCHES_LISTED, MOST_BATCHES_LISTED)
+        found = await self._opened().run(Store.batches, _owner(request), query.get("after"), limit)
+        return _json(Page[Batch].of(*_there(found, _unknown_cursor(query))))
 
     async def batch(self, request: Request) -> Response:
         batch_id = request.path_params["batch_id"]
         found = await self._opened().run(Store.batch, _owner(request), batch_id)
-        if found is None:
-            raise _no_batch(batch_id)
-        return _json(found)
+        return _json(_there(found, _no_batch(batch_id)))
 
     async def cancel(self, request: Request) -> Response:
         batch_id = request.path_params["batch_id"]
-        found = await self._opened().cancel(_owner(request), batch_id)
-        if found is None:
-            raise _no_batch(batch_id)
+        found = _there(await self._opened().cancel(_owner(request), batch_id), _no_batch(batch_id))
         if found.status not in ("cancelling", "cancelled"):
             message = f"batch {batch_id} is {found.status}; it cannot be cancelled any more"
             raise ApiError(409, message, param="batch_id", code="batch_not_cancellable")
@@ -223,5 +207,12 @@ def _paging(most: int) -> list[dict[str, Any]]:
     ]
 
 
-def _unknown_cursor(after: str | None) -> ApiError:
-    return bad_request(f"after is {(after or '')[:60]!r}, which is not in the list", "after")
+def _unknown_cursor(query: QueryParams) -> ApiError:
+    return bad_request(f"after is {query.get('after', '')[:60]!r}, which is not in the list", "after")
+
+
+def _there(found: T | None, missing: ApiError) -> T:
+    """What was found; raises the error where there is nothing."""
+    if found is None:
+        raise missing
+    return found

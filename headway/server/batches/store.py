@@ -192,7 +192,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def file(self, owner: str, file_id: str) -> FileObject | None:
-        """A batch; None where there is none, or it is another owner's."""
+        """A file; None where there is none, or it is another owner's."""
         self._forget_expired()
         row = self._db.execute("SELECT document FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else FileObject.model_validate_json(row[0])
@@ -267,7 +267,7 @@ class Store:
             return True
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
-        """A file; None where there is none, or it is another owner's."""
+        """A batch; None where there is none, or it is another owner's."""
         row = self._db.execute("SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)).fetchone()
         return None if row is None else _batch_of(row)
 

@@ -8,18 +8,21 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from prometheus_client.core import Metric
+
 from headway.server.batches import lines
 from headway.server.batches.calls import Gate, Post, Reply
 from headway.server.batches.lines import RequestLine
-from headway.server.batches.objects import KEPT_S, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
+from headway.server.batches.objects import KEPT_S, OPEN, Batch, BatchBody, BatchError, BatchErrors, RequestCounts
 from headway.server.batches.store import DiskFull, Store
+from headway.server.metrics.families import Families
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,6 +115,20 @@ class Batches:
     def path(self, file_id: str) -> Path:
         """Where the content of a file is; the file must exist."""
         return self._store.path(file_id)
+
+    def collect(self, families: Families) -> Iterator[Metric]:
+        """Metrics, read when they are scraped."""
+        runs, running = self.runs.values(), self.gate.inside
+        statuses = Counter(run.batch.status for run in runs)
+        by_status = {(status,): statuses[status] for status in OPEN}
+        yield families.gauge("batches", "Batches that are not finished, by status.", by_status, "status")
+        yield families.gauge("batch_requests_running", "Requests of batches in the server.", running)
+        waiting = max(0, sum(run.left for run in runs) - running)
+        text = "Requests of batches in progress that are still to be sent."
+        yield families.gauge("batch_requests_waiting", text, waiting)
+        results = {(result,): self.results[result] for result in ("completed", "failed", "refused")}
+        text = "Requests of batches, by result; refused ones are sent again."
+        yield families.counter("batch_requests", text, results, "result")
 
     # --- what is asked for --------------------------------------------------------------------------
 

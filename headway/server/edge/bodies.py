@@ -68,7 +68,9 @@ class Bodies:
                 if len(body) > SMALL_BYTES:
                     self.held += len(body) - body.counted
                     body.counted = len(body)
-                    self._check_held()
+                    if self.held > MAX_HELD * self._most:
+                        held = f"{self.held} bytes of large bodies are being received"
+                        raise too_many(f"{held}; at most {MAX_HELD * self._most} may be", "too_many_large_bodies", 1)
         except BaseException:
             body.__exit__()
             raise
@@ -77,8 +79,3 @@ class Bodies:
     def _too_large(self, what: str) -> ApiError:
         message = f"{what}; at most {self._most} are accepted (--max-body-size)"
         return ApiError(413, message, code="request_too_large")
-
-    def _check_held(self) -> None:
-        if self.held > MAX_HELD * self._most:
-            message = f"{self.held} bytes of large bodies are being received; at most {MAX_HELD * self._most} may be"
-            raise too_many(message, "too_many_large_bodies", 1)

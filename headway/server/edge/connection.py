@@ -471,11 +471,5 @@ class Connection(HttpToolsProtocol):
         if not self._is_incomplete or (is_own and answering is not None and answering.response_started):
             self.transport.close()
         else:
-            self._refuse(
-                ApiError(
-                    408,
-                    f"the request was not complete {self._read_timeout_s:g} s after its first byte "
-                    "(--request-read-timeout)",
-                    code="request_timeout",
-                )
-            )
+            after = f"{self._read_timeout_s:g} s after its first byte (--request-read-timeout)"
+            self._refuse(ApiError(408, f"the request was not complete {after}", code="request_timeout"))

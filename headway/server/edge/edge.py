@@ -152,17 +152,13 @@ def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def _no_key(reason: str, scope: Scope) -> Response:
-    return ApiError(
-        401,
-        f"{reason}, as Authorization: Bearer KEY",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    ).response(scope["path"])
+    message, headers = f"{reason}, as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", headers=headers).response(scope["path"])
 
 
 def _not_allowed(path: str) -> Response:
     message = f"this API key may not be used for {path[:200]}; it has scopes, or models, which batches do not look at"
-    return ApiError(403, message, code="scope_not_allowed", kind="permission_error").response(path)
+    return ApiError(403, message, code="scope_not_allowed").response(path)
 
 
 class CrossOrigin(CORSMiddleware):

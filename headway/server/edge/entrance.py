@@ -16,7 +16,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from headway.server.edge.http_head import malformed
 from headway.server.edge.listening import Certificate
@@ -34,16 +34,12 @@ GOODBYE_S = 1.0
 logger = logging.getLogger("headway.server")
 
 
-class MakeConnection(Protocol):
-    """Makes the protocol of a connection whose first byte came at `came_ns`; with a `refusal` it hears only that."""
-
-    def __call__(self, came_ns: int, refusal: ApiError | None) -> asyncio.Protocol: ...
-
-
 class Entrance:
     """The way from a listening socket to connections.
 
     Args:
+        connection: makes the protocol of a connection whose first byte came at that time; with an error it hears only
+            that.
         timeout_s: seconds that a newcomer may say nothing.
         certificate: the certificate for HTTPS; None for HTTP.
         background: runs what serves a connection.
@@ -51,7 +47,7 @@ class Entrance:
 
     def __init__(
         self,
-        connection: MakeConnection,
+        connection: Callable[[int, ApiError | None], asyncio.Protocol],
         probes: Probes,
         timeout_s: float,
         certificate: Certificate | None,

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable
 
 import httptools
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, bad_request
 
 MAX_ID_LENGTH = 128
 MAX_TARGET = 8 * 2**10
@@ -25,6 +26,27 @@ def request_id(given: bytes) -> str:
     """A request's id: the one that the client gives, or a new one where that is none to repeat."""
     text = given.decode("latin-1")
     return text if 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable() else os.urandom(16).hex()
+
+
+def query_number(query: QueryParams, name: str, default: int, most: int) -> int:
+    """A number from 1 to `most` of a request's query. Raises ApiError 400."""
+    given = query.get(name, str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise bad_request(f"{name} is {given[:60]!r}; it must be a number from 1 to {most}", name)
+    return int(given)
+
+
+def query_choice(query: QueryParams, name: str, default: str, choices: tuple[str, str]) -> str:
+    """One of two words of a request's query. Raises ApiError 400."""
+    given = query.get(name, default)
+    if given not in choices:
+        raise bad_request(f"{name} is {given[:60]!r}; it must be {' or '.join(choices)}", name)
+    return given
+
+
+def is_newest_first(query: QueryParams) -> bool:
+    """How a list is ordered that a request asks for. Raises ApiError 400."""
+    return query_choice(query, "order", "desc", ("asc", "desc")) == "desc"
 
 
 def written(answer: Response, headers: Iterable[tuple[bytes, bytes]], is_head: bool = False) -> bytes:
@@ -58,18 +80,12 @@ def check_head(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) 
             if version == "1.0":
                 raise malformed("HTTP/1.0 has no Transfer-Encoding")
             if value.lower() != b"chunked":
-                raise ApiError(
-                    501,
-                    f"Transfer-Encoding is {_shown(value)}; only chunked is supported",
-                    code="unsupported_transfer_encoding",
-                )
+                message = f"Transfer-Encoding is {_shown(value)}; only chunked is supported"
+                raise ApiError(501, message, code="unsupported_transfer_encoding")
         elif name == b"content-encoding" and value.lower() not in (b"identity", b""):
-            raise ApiError(
-                415,
-                f"Content-Encoding is {_shown(value)}; send the body as it is, without compression",
-                code="unsupported_content_encoding",
-                headers={"accept-encoding": "identity"},
-            )
+            message = f"Content-Encoding is {_shown(value)}; send the body as it is, without compression"
+            takes = {"accept-encoding": "identity"}
+            raise ApiError(415, message, code="unsupported_content_encoding", headers=takes)
         elif name == b"expect":
             holds_back = value.lower() == b"100-continue"
             if not holds_back:
@@ -96,29 +112,22 @@ def unknown_method(method: bytes) -> ApiError:
 
 def unknown_version(version: str) -> ApiError:
     """An error with 505, for another version of HTTP."""
-    return ApiError(
-        505, f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported", code="http_version_not_supported"
-    )
+    message = f"the request is of {version}; HTTP/1.1 and HTTP/1.0 are supported"
+    return ApiError(505, message, code="http_version_not_supported")
 
 
 def too_long() -> ApiError:
     """An error with 414, for a target that is too long."""
-    return ApiError(
-        414,
-        f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body",
-        code="target_too_long",
-    )
+    message = f"the request's target has more than {MAX_TARGET:,} bytes; send long values in the body"
+    return ApiError(414, message, code="target_too_long")
 
 
 def too_much(is_body: bool) -> ApiError:
     """An error for too much beside the body itself: in the headers, or with `is_body` around the body's chunks."""
     if is_body:
         return malformed("what is around the chunks of the body is longer than the body, and than 64 KiB")
-    return ApiError(
-        431,
-        f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD // 2**10} KiB of them",
-        code="headers_too_large",
-    )
+    message = f"the request has more than {MAX_HEADERS} headers or {MAX_HEAD // 2**10} KiB of them"
+    return ApiError(431, message, code="headers_too_large")
 
 
 def unparsable(error: httptools.HttpParserError, data: bytes) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
@@ -16,8 +17,8 @@ class Abortable(Protocol):
     def abort(self, error: ApiError) -> None: ...
 
 
-class InFlight:
-    """Requests that have begun and not ended, and work that goes on after its answer.
+class InFlight(ABC):
+    """What an edge stands in front of: requests that have begun and not ended, and work that goes on after its answer.
 
     Attributes:
         draining: the process shuts down, and nothing new may begin.
@@ -33,6 +34,14 @@ class InFlight:
         self._refusal: ApiError | None = None
         self._idle = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
+
+    @abstractmethod
+    def check_ready(self) -> object:
+        """Raise ApiError where nothing can be answered."""
+
+    @abstractmethod
+    def reload_files(self) -> None:
+        """Read the files of the settings again, where there are any."""
 
     def check_up(self) -> None:
         """Raise ApiError 503 while the process shuts down."""

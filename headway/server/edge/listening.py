@@ -50,6 +50,37 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
+class Watched:
+    """Files that somebody may write at any time, maybe one after the other."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self.take()
+        self._seen = self._taken
+
+    def take(self) -> None:
+        """Note that the files are taken as they are now."""
+        self._taken = self._stamps()
+
+    def have_changed(self) -> bool:
+        """Whether they are not as they were taken, and all is as at the last call. It takes them then."""
+        now = self._stamps()
+        is_settled, self._seen = now == self._seen != self._taken, now
+        if is_settled:
+            self._taken = now
+        return is_settled
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for path in self._paths:
+            try:
+                of_file = path.stat()
+                found.append((of_file.st_mtime_ns, of_file.st_size, of_file.st_ino))
+            except OSError:
+                found.append(())
+        return found
+
+
 class Certificate:
     """What makes HTTPS of connections: a certificate that is read again when its files are renewed.
 
@@ -68,7 +99,7 @@ class Certificate:
         if bool(self._cert_reqs) != (self._ca_certs is not None):
             raise StartupError("--ssl-ca-certs and an --ssl-cert-reqs of 1 or 2 need each other")
         self._files = [path for path in (self._certfile, self._keyfile, self._ca_certs) if path is not None]
-        self._taken = self._seen = self._stamps()
+        self._watched = Watched(*self._files)
         try:
             self.context = self._load()
         except ValueError as error:
@@ -82,30 +113,18 @@ class Certificate:
 
     def refresh(self) -> None:
         """Take changed files if they are as at the last call: they may be written one after the other."""
-        now = self._stamps()
-        if now == self._seen != self._taken:
+        if self._watched.have_changed():
             self.reload()
-        self._seen = now
 
     def reload(self) -> None:
         """Read the files again. Where they cannot be used, all stays as it is, and the log says so."""
-        self._taken = self._stamps()
+        self._watched.take()
         try:
             self.context = self._load()
         except ValueError as error:
             logger.error("the certificate is unchanged: %s", error)
         else:
             logger.info("%s was read again; new connections get it", self._certfile)
-
-    def _stamps(self) -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = []
-        for path in self._files:
-            try:
-                of_file = path.stat()
-                found.append((of_file.st_mtime_ns, of_file.st_size, of_file.st_ino))
-            except OSError:
-                found.append(())
-        return found
 
     def _load(self) -> ssl.SSLContext:
         """A context with the certificate. Raises ValueError, one line."""

@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
 from starlette.responses import Response
 
 from headway.server.edge.http_head import request_id, written
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, json_response
 
 MAX_PROBE = 1024
 # Whoever sends other headers than these may mean something by them, and is answered as on any other route.
@@ -31,7 +30,7 @@ def health(check: Callable[[], object]) -> Response:
         check()
     except ApiError as error:
         return error.response()
-    return Response(msgspec.json.encode({"status": "ready"}), media_type="application/json")
+    return json_response({"status": "ready"})
 
 
 class ProbeAnswer(NamedTuple):

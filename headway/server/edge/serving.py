@@ -9,10 +9,9 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Coroutine
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,9 +20,9 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from headway.server.edge.connection import Connection
 from headway.server.edge.entrance import Entrance
+from headway.server.edge.in_flight import InFlight
 from headway.server.edge.last_signal import kill_at_the_next
 from headway.server.edge.listening import Certificate
-from headway.server.edge.pacing import Pace
 from headway.server.edge.probes import Probes
 from headway.server.edge.settings import EdgeSettings
 
@@ -51,25 +50,6 @@ def _log_config(level: str) -> dict[str, Any]:
     return config
 
 
-class Behind(Protocol):
-    """What an edge stands in front of. InFlight has all of it but `check_ready` and `reload_files`."""
-
-    in_flight: int
-    reads: Pace
-
-    def check_ready(self) -> object:
-        """Raise ApiError where nothing can be answered."""
-
-    def reload_files(self) -> None:
-        """Read the files of the settings again, where there are any."""
-
-    def background(self, work: Coroutine[Any, Any, None]) -> None: ...
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-    def end_drain(self) -> None: ...
-
-
 class EdgeServer(uvicorn.Server):
     """Uvicorn, but it lets requests finish before it ends, and then exits with 0.
 
@@ -80,7 +60,7 @@ class EdgeServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        behind: Behind,
+        behind: InFlight,
         settings: EdgeSettings,
         certificate: Certificate | None = None,
         has_lifespan: bool = True,

@@ -85,8 +85,7 @@ class EdgeSettings:
     ssl_keyfile: Annotated[Path | None, flag("The certificate's private key. Default: in --ssl-certfile.")] = None
     ssl_ca_certs: Annotated[Path | None, flag("PEM file with the authorities of clients' certificates.")] = None
     ssl_cert_reqs: Annotated[
-        int,
-        flag("Whether clients need a certificate: 0 no; 1 one that is sent must be valid; 2 yes.", min=0, max=2),
+        int, flag("Whether clients need a certificate: 0 no; 1 one that is sent must be valid; 2 yes.", min=0, max=2)
     ] = 0
     enable_ssl_refresh: Annotated[
         bool, flag("Take certificates that are renewed while the server runs; SIGHUP does so at once.")
@@ -119,8 +118,7 @@ class EdgeSettings:
         30.0
     )
     log_level: Annotated[
-        str,
-        flag("Log level; info logs each request but plain probes.", choices=("debug", "info", "warning", "error")),
+        str, flag("Log level; info logs each request but plain probes.", choices=("debug", "info", "warning", "error"))
     ] = "info"
 
     @property

@@ -62,6 +62,13 @@ def _tell_sent(callbacks: list[Callable[[int], None]]) -> None:
         callback(time.monotonic_ns())
 
 
+def drop(scope: Scope, reason: str) -> None:
+    """Cut the connection, as a client that does not read would not read an error either."""
+    logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
+    if (abort := scope.get(ABORT_CONNECTION)) is not None:
+        abort()
+
+
 class SlowReader(Exception):
     """The client reads more slowly than the bounds allow."""
 
@@ -240,15 +247,7 @@ class EventStream(Response):
         finally:
             await _end(producing, writing, gone)
         if stuck:
-            self._drop(scope, writing)
-
-    def _drop(self, scope: Scope, writing: asyncio.Task[None]) -> None:
-        """Cut the connection, as a client that does not read would not read an error either."""
-        reason = "its buffer is full" if writing.cancelled() else str(writing.exception())
-        logger.warning("dropped a stream to %s that is not read: %s", scope.get("client"), reason)
-        abort: Callable[[], Awaitable[None] | None] | None = scope.get(ABORT_CONNECTION)
-        if abort is not None:
-            abort()
+            drop(scope, "its buffer is full" if writing.cancelled() else str(writing.exception()))
 
     async def _produce(self, writer: EventWriter) -> None:
         try:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric
 
 from headway.engine.client import EngineClient
 from headway.policy.objectives.service_class import ClassTable
 from headway.policy.step.ledger import Phase
-from headway.server.metrics.families import Families
+from headway.server.metrics.families import Families, Times
 
 OTHER = "other"
 NS = 1e-9
 # The phases that a server counts: not those of a gateway, or behind the end of the ledger.
 _SPENT = sorted({*Phase} - {Phase.ROUTE, Phase.NETWORK, Phase.BACKEND, Phase.SEND, Phase.SEND_BLOCKED})
-_HISTOGRAMS = {
+CLASS_HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival until the first token is sent, by class."),
     "tpot": ("request_time_per_output_token_seconds", "Mean time per token after the first, by class."),
     "e2e": ("e2e_request_latency_seconds", "Arrival until the last token is sent, by class."),
@@ -35,12 +32,9 @@ class ClassMetrics:
     """
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        families: Families,
-        buckets: tuple[float, ...],
-        engine: EngineClient,
+        self, registry: CollectorRegistry, families: Families, buckets: tuple[float, ...], engine: EngineClient
     ) -> None:
+        self._families, self._engine = families, engine
         self._labels, prefix = families.labels, families.prefix
         self.names: tuple[str, ...] = ()
         by_class = (*self._labels, "service_class")
@@ -50,7 +44,7 @@ class ClassMetrics:
 
         self._histograms = {
             key: Histogram(f"{prefix}class_{name}", text, by_class, buckets=buckets, registry=registry)
-            for key, (name, text) in _HISTOGRAMS.items()
+            for key, (name, text) in CLASS_HISTOGRAMS.items()
         }
         self._children: dict[tuple[str, str], Histogram] = {}
         self.spent_ns: dict[tuple[str, str], int] = {}  # label, phase -> time of choices that have ended
@@ -60,8 +54,8 @@ class ClassMetrics:
         self._yielded = counter(
             "yielded", "Choices that yielded to those that could still be in time, by reason.", "reason"
         )
-        registry.register(_ClassGauges(families, self, engine))
-        self.gaps = Gaps(prefix, self, buckets)
+        registry.register(self)
+        self.gaps = Gaps(families, self, buckets)
         registry.register(self.gaps)
 
     def set_classes(self, table: ClassTable) -> None:
@@ -105,6 +99,24 @@ class ClassMetrics:
         """Count a request that is not served."""
         self._refused.labels(**self.labels_of(service_class), reason=reason).inc()
 
+    def collect(self) -> Iterable[Metric]:
+        """What the engine last said of each class, and where the time of its choices went."""
+        stats = self._engine.stats
+        running, waiting = ({}, {}) if stats is None else (stats.running_of_class, stats.waiting_of_class)
+        yield self._gauge("class_requests_running", "Choices in the batch, by class.", running)
+        yield self._gauge("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
+        text = "Time of choices that have ended, by class and phase of the ledger."
+        # Each begins at 0: of a counter that begins with its first value, Prometheus does not see that one.
+        spent = {(name, str(phase)): 0.0 for name in self.names for phase in _SPENT}
+        spent |= {key: length_ns * NS for key, length_ns in self.spent_ns.items()}
+        yield self._families.counter("class_request_phase_seconds", text, spent, "service_class", "phase")
+
+    def _gauge(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        totals = Counts({(each,): 0 for each in self.names})
+        for service_class, count in counts.items():
+            totals[(self.label_of(service_class),)] += count
+        return self._families.gauge(name, text, totals, "service_class")
+
 
 class Gaps:
     """Times between a choice's outputs, as a histogram of all and one by class.
@@ -115,65 +127,25 @@ class Gaps:
         bounds: upper bounds of the buckets, in seconds.
     """
 
-    def __init__(self, prefix: str, metrics: ClassMetrics, bounds: tuple[float, ...]) -> None:
-        self._prefix = prefix
-        self._metrics = metrics
-        self._bounds_ns = [round(bound / NS) for bound in bounds]
-        self._names = [*map(str, bounds), "+Inf"]
-        self._rows: dict[str, list[int]] = {}  # label -> count of each bucket, then the sum in nanoseconds
-        self._row_of: dict[str, list[int]] = {}  # class -> the row of its label
+    def __init__(self, families: Families, metrics: ClassMetrics, bounds: tuple[float, ...]) -> None:
+        self._families, self._metrics, self._bounds = families, metrics, bounds
+        self._rows: dict[tuple[str], Times] = {}  # by label
+        self._row_of: dict[str, Times] = {}  # by class, that of its label
 
     def forget_classes(self) -> None:
         """Forget the labels of classes, which may be others from now on."""
         self._row_of.clear()
 
     def add(self, service_class: str, gap_ns: int) -> None:
+        """Count tokens of a choice that came so long after those before."""
         row = self._row_of.get(service_class)
         if row is None:
-            label = self._metrics.label_of(service_class)
-            row = self._row_of[service_class] = self._rows.setdefault(label, [0] * (len(self._names) + 1))
-        row[bisect_left(self._bounds_ns, gap_ns)] += 1
-        row[-1] += gap_ns
+            label = (self._metrics.label_of(service_class),)
+            row = self._row_of[service_class] = self._rows.setdefault(label, Times(self._bounds))
+        row.add(gap_ns)
 
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        labels, name = self._metrics.labels_of(""), "inter_token_latency_seconds"
-        text = "Time between a choice's outputs"
-        by_class = HistogramMetricFamily(f"{self._prefix}class_{name}", f"{text}, by class.", labels=[*labels])
-        for label, row in self._rows.items():
-            by_class.add_metric([*(labels | {"service_class": label}).values()], *self._histogram(row))
-        del labels["service_class"]
-        of_all = HistogramMetricFamily(self._prefix + name, f"{text}.", labels=[*labels])
-        nothing = [0] * (len(self._names) + 1)
-        of_all.add_metric(
-            [*labels.values()], *self._histogram([*map(sum, zip(nothing, *self._rows.values(), strict=True))])
-        )
-        return of_all, by_class
-
-    def _histogram(self, row: list[int]) -> tuple[list[tuple[str, float]], float]:
-        return list(zip(self._names, accumulate(row[:-1]), strict=True)), row[-1] * NS
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClassGauges:
-    """What the engine last said of each class, and where the time of its choices went, read when it is scraped."""
-
-    families: Families
-    metrics: ClassMetrics
-    engine: EngineClient
-
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self.engine.stats
-        running, waiting = ({}, {}) if stats is None else (stats.running_of_class, stats.waiting_of_class)
-        yield self._family("class_requests_running", "Choices in the batch, by class.", running)
-        yield self._family("class_requests_waiting", "Choices waiting for the batch, by class.", waiting)
-        text = "Time of choices that have ended, by class and phase of the ledger."
-        # Each begins at 0: of a counter that begins with its first value, Prometheus does not see that one.
-        spent = {(name, str(phase)): 0.0 for name in self.metrics.names for phase in _SPENT}
-        spent |= {key: length_ns * NS for key, length_ns in self.metrics.spent_ns.items()}
-        yield self.families.counter("class_request_phase_seconds", text, spent, "service_class", "phase")
-
-    def _family(self, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
-        totals = Counts({(each,): 0 for each in self.metrics.names})
-        for service_class, count in counts.items():
-            totals[(self.metrics.label_of(service_class),)] += count
-        return self.families.gauge(name, text, totals, "service_class")
+    def collect(self) -> Iterable[Metric]:
+        name, text = "inter_token_latency_seconds", "Time between a choice's outputs"
+        of_all = {(): Times(self._bounds).include(self._rows.values())}
+        yield self._families.histogram(name, f"{text}.", of_all)
+        yield self._families.histogram(f"class_{name}", f"{text}, by class.", self._rows, "service_class")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from headway.engine.config import EngineConfig
 from headway.engine.messages import EngineStats, Ready
-from headway.server.metrics.metrics import Metrics
+from headway.server.metrics.metrics import Metrics, of_clients
 from headway.server.metrics.telemetry import METRICS
 
 # The share of requests that are to meet all their objectives, by which burn rates are reckoned: a rate of 1 spends the
@@ -37,11 +36,9 @@ class Query:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Panel:
-    title: str
-    unit: str
-    queries: Sequence[Query]
+    def __init__(self, title: str, unit: str, *queries: Query) -> None:
+        self.title, self.unit, self.queries = title, unit, queries
 
 
 class Queries:
@@ -66,7 +63,7 @@ class Queries:
             pid=os.getpid(),
         )
         metrics = Metrics(prefix, "", engine)
-        metrics.add_clients(lambda: (0, 0))
+        metrics.add(lambda families: of_clients(families, (0, 0)))
         families = list(metrics.registry.collect())
         self.prefix = prefix
         told = METRICS.items()  # of which this machine has only some
@@ -124,157 +121,144 @@ class Queries:
 
 def panels(of: Queries) -> dict[str, list[Panel]]:
     """The panels of each row."""
+    rate, gauge, ratio, quantile, quantiles = of.rate, of.gauge, of.ratio, of.quantile, of.quantiles
     by = "service_class"
     return {
         "Latency by class": [
-            Panel("Time to first token", "s", of.quantiles("class_time_to_first_token_seconds", by)),
-            Panel("Time per output token", "s", of.quantiles("class_request_time_per_output_token_seconds", by)),
-            Panel("End to end", "s", of.quantiles("class_e2e_request_latency_seconds", by)),
-            Panel("Between outputs", "s", of.quantiles("class_inter_token_latency_seconds", by)),
+            Panel("Time to first token", "s", *quantiles("class_time_to_first_token_seconds", by)),
+            Panel("Time per output token", "s", *quantiles("class_request_time_per_output_token_seconds", by)),
+            Panel("End to end", "s", *quantiles("class_e2e_request_latency_seconds", by)),
+            Panel("Between outputs", "s", *quantiles("class_inter_token_latency_seconds", by)),
             Panel(
                 "Where a request's time goes, P95",
                 "s",
-                [
-                    of.quantile(f"request_{part}_time_seconds", 0.95, legend=part)
+                *[
+                    quantile(f"request_{part}_time_seconds", 0.95, legend=part)
                     for part in ("tokenize", "queue", "prefill", "decode")
                 ],
             ),
-            Panel("Waiting for work of others", "s", [of.rate("stall_seconds", "cause")]),
+            Panel("Waiting for work of others", "s", rate("stall_seconds", "cause")),
             Panel(
                 "Choices in each phase of the ledger",
                 "short",
-                [of.rate("class_request_phase_seconds", f"{by}, phase", "{{service_class}}: {{phase}}")],
+                rate("class_request_phase_seconds", f"{by}, phase", "{{service_class}}: {{phase}}"),
             ),
         ],
         "Objectives": [
             Panel(
                 "Goodput: choices a second that met all",
                 "reqps",
-                [of.rate("class_objectives", by, "", ', objective="all", result="met"')],
+                rate("class_objectives", by, "", ', objective="all", result="met"'),
             ),
-            Panel("Missed", "percentunit", [of.missed(by)]),
-            Panel(f"Burn rate of a goal of {GOAL:.0%}", "short", [of.burn("5m"), of.burn("1h")]),
+            Panel("Missed", "percentunit", of.missed(by)),
+            Panel(f"Burn rate of a goal of {GOAL:.0%}", "short", of.burn("5m"), of.burn("1h")),
         ],
         "Load": [
             Panel(
                 "Tokens a second",
                 "short",
-                [of.rate("prompt_tokens", legend="prompts"), of.rate("generation_tokens", legend="generated")],
+                rate("prompt_tokens", legend="prompts"),
+                rate("generation_tokens", legend="generated"),
             ),
             Panel(
                 "Choices",
                 "short",
-                [
-                    of.gauge("class_requests_running", by, "running {{service_class}}"),
-                    of.gauge("class_requests_waiting", by, "waiting {{service_class}}"),
-                ],
+                gauge("class_requests_running", by, "running {{service_class}}"),
+                gauge("class_requests_waiting", by, "waiting {{service_class}}"),
             ),
-            Panel("Ends by reason", "reqps", [of.rate("request_success", "finished_reason")]),
-            Panel("Rejections by reason", "reqps", [of.rate("class_requests_refused", "reason")]),
-            Panel("Answers that clients do not take", "bytes", [of.gauge("clients_unread_bytes", legend="not taken")]),
+            Panel("Ends by reason", "reqps", rate("request_success", "finished_reason")),
+            Panel("Rejections by reason", "reqps", rate("class_requests_refused", "reason")),
+            Panel("Answers that clients do not take", "bytes", gauge("clients_unread_bytes", legend="not taken")),
         ],
         "KV cache": [
-            Panel("In use", "bytes", [of.gauge("kv_cache_used_bytes", legend="in use")]),
+            Panel("In use", "bytes", gauge("kv_cache_used_bytes", legend="in use")),
             Panel(
                 "Blocks",
                 "short",
-                [of.gauge("kv_blocks_free", legend="free"), of.gauge("class_kv_blocks_used", by, "{{service_class}}")],
+                gauge("kv_blocks_free", legend="free"),
+                gauge("class_kv_blocks_used", by, "{{service_class}}"),
             ),
             Panel(
                 "Prompt tokens found in the prefix cache",
                 "percentunit",
-                [of.ratio(of.rate("prefix_cache_hits"), of.rate("prefix_cache_queries"), "found")],
+                ratio(rate("prefix_cache_hits"), rate("prefix_cache_queries"), "found"),
             ),
-            Panel("Cached blocks given up", "short", [of.rate("kv_evictions", "reason")]),
-            Panel("Preemptions a second", "short", [of.rate("num_preemptions", legend="preemptions")]),
+            Panel("Cached blocks given up", "short", rate("kv_evictions", "reason")),
+            Panel("Preemptions a second", "short", rate("num_preemptions", legend="preemptions")),
         ],
         "Steps": [
-            Panel("Duration", "s", of.quantiles("step_duration_seconds")),
-            Panel("Batching windows a second", "short", [of.rate("batching_windows", legend="opened")]),
-            Panel("Choices in a step", "short", of.quantiles("iteration_sequences")),
-            Panel("Prompt tokens of a step that has some", "short", of.quantiles("step_prompt_tokens")),
-            Panel(
-                "Slack when a step begins",
-                "s",
-                [of.quantile("step_slack_seconds", at) for at in (0.01, 0.1, 0.5)],
-            ),
+            Panel("Duration", "s", *quantiles("step_duration_seconds")),
+            Panel("Batching windows a second", "short", rate("batching_windows", legend="opened")),
+            Panel("Choices in a step", "short", *quantiles("iteration_sequences")),
+            Panel("Prompt tokens of a step that has some", "short", *quantiles("step_prompt_tokens")),
+            Panel("Slack when a step begins", "s", *[quantile("step_slack_seconds", at) for at in (0.01, 0.1, 0.5)]),
             Panel(
                 "Predictor: measured time / predicted time",
                 "short",
-                [of.quantile("step_time_measured_to_predicted_ratio", at) for at in (0.05, 0.5, 0.95)],
+                *[quantile("step_time_measured_to_predicted_ratio", at) for at in (0.05, 0.5, 0.95)],
             ),
             Panel(
                 "Distance to the roofline: measured time / least time",
                 "short",
-                of.quantiles("step_time_to_roofline_ratio"),
+                *quantiles("step_time_to_roofline_ratio"),
             ),
             Panel(
                 "Drafts that were accepted",
                 "percentunit",
-                [
-                    of.ratio(
-                        of.rate("spec_decode_num_accepted_tokens"), of.rate("spec_decode_num_draft_tokens"), "accepted"
-                    )
-                ],
+                ratio(rate("spec_decode_num_accepted_tokens"), rate("spec_decode_num_draft_tokens"), "accepted"),
             ),
         ],
         "Processes": [
             Panel(
                 "Engine: cores in use, and page faults a second",
                 "short",
-                [of.rate("engine_cpu_seconds", legend="cores"), of.rate("engine_page_faults", "kind")],
+                rate("engine_cpu_seconds", legend="cores"),
+                rate("engine_page_faults", "kind"),
             ),
-            Panel("Engine: cores in use while steps run", "short", [of.cores_in_steps()]),
-            Panel(
-                "Memory of the engine", "bytes", [of.gauge("engine_resident_memory_bytes", legend="resident memory")]
-            ),
-            Panel("Restarts of the engine", "short", [of.gauge("engine_restarts", legend="restarts")]),
+            Panel("Engine: cores in use while steps run", "short", of.cores_in_steps()),
+            Panel("Memory of the engine", "bytes", gauge("engine_resident_memory_bytes", legend="resident memory")),
+            Panel("Restarts of the engine", "short", gauge("engine_restarts", legend="restarts")),
             Panel(
                 "Engine: memory of its allocators",
                 "bytes",
-                [of.gauge("engine_allocator_bytes", "allocator, state", "{{allocator}} {{state}}")],
+                gauge("engine_allocator_bytes", "allocator, state", "{{allocator}} {{state}}"),
             ),
         ],
         "Machine": [
             Panel(
                 "Kept from a core: seconds a second",
                 "s",
-                [
-                    of.rate("engine_throttled_seconds", legend="engine, by its quota"),
-                    of.rate("engine_run_delay_seconds", legend="threads of the engine, by others"),
-                    of.rate("machine_cpu_steal_seconds", legend="cores, by other machines of the host"),
-                ],
+                rate("engine_throttled_seconds", legend="engine, by its quota"),
+                rate("engine_run_delay_seconds", legend="threads of the engine, by others"),
+                rate("machine_cpu_steal_seconds", legend="cores, by other machines of the host"),
             ),
-            Panel("Frequency of the cores", "hertz", [of.gauge("machine_cpu_frequency_hertz", "of")]),
+            Panel("Frequency of the cores", "hertz", gauge("machine_cpu_frequency_hertz", "of")),
             Panel(
                 "Engine: switches and moves of threads a second",
                 "short",
-                [of.rate("engine_context_switches", "kind"), of.rate("engine_migrations", legend="migrations")],
+                rate("engine_context_switches", "kind"),
+                rate("engine_migrations", legend="migrations"),
             ),
             Panel(
                 "Engine: instructions a cycle",
                 "short",
-                [of.ratio(of.rate("engine_instructions"), of.rate("engine_cycles"), "instructions")],
+                ratio(rate("engine_instructions"), rate("engine_cycles"), "instructions"),
             ),
-            Panel("Engine: cache misses a second", "short", [of.rate("engine_cache_misses", legend="misses")]),
+            Panel("Engine: cache misses a second", "short", rate("engine_cache_misses", legend="misses")),
             Panel(
-                "Power",
-                "watt",
-                [of.rate("machine_energy_joules", "domain"), of.gauge("gpu_power_watts", "gpu", "GPU {{gpu}}")],
+                "Power", "watt", rate("machine_energy_joules", "domain"), gauge("gpu_power_watts", "gpu", "GPU {{gpu}}")
             ),
             Panel(
                 "Generated tokens a joule",
                 "short",
-                [
-                    of.ratio(of.rate("generation_tokens"), of.rate("machine_energy_joules"), "processors, memory"),
-                    of.ratio(of.rate("generation_tokens"), of.rate("gpu_energy_joules"), "GPUs"),
-                ],
+                ratio(rate("generation_tokens"), rate("machine_energy_joules"), "processors, memory"),
+                ratio(rate("generation_tokens"), rate("gpu_energy_joules"), "GPUs"),
             ),
-            Panel("GPU: share of the time with a kernel", "percentunit", [of.gauge("gpu_utilization_ratio", "gpu")]),
-            Panel("GPU: memory", "bytes", [of.gauge("gpu_memory_used_bytes", "gpu")]),
-            Panel("GPU: clocks", "hertz", [of.gauge("gpu_clock_hertz", "gpu, clock", "{{gpu}} {{clock}}")]),
-            Panel("GPU: what holds its clocks down", "short", [of.gauge("gpu_clocks_limited", "reason")]),
-            Panel("GPU: temperature", "celsius", [of.gauge("gpu_temperature_celsius", "gpu")]),
+            Panel("GPU: share of the time with a kernel", "percentunit", gauge("gpu_utilization_ratio", "gpu")),
+            Panel("GPU: memory", "bytes", gauge("gpu_memory_used_bytes", "gpu")),
+            Panel("GPU: clocks", "hertz", gauge("gpu_clock_hertz", "gpu, clock", "{{gpu}} {{clock}}")),
+            Panel("GPU: what holds its clocks down", "short", gauge("gpu_clocks_limited", "reason")),
+            Panel("GPU: temperature", "celsius", gauge("gpu_temperature_celsius", "gpu")),
         ],
     }
 

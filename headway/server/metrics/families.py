@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 Values = Mapping[Any, float]  # keys are the values of further labels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collector:
+    """What a registry asks for metrics whenever it is scraped."""
+
+    collect: Callable[[], Iterable[Metric]]
 
 
 class Times:
@@ -29,9 +36,16 @@ class Times:
         self._counts[bisect_left(self._bounds_ns, length_ns)] += 1
         self._sum_ns += length_ns
 
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        buckets = list(zip(self._names, accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(name, text, buckets, self._sum_ns / 1e9)
+    def include(self, others: Iterable[Times]) -> Times:
+        """Count what others, which have the same buckets, have counted."""
+        for other in others:
+            self._counts = [own + more for own, more in zip(self._counts, other._counts, strict=True)]
+            self._sum_ns += other._sum_ns
+        return self
+
+    def histogram(self) -> tuple[list[tuple[str, float]], float]:
+        """The buckets by their bounds, each with those below it, and the sum in seconds."""
+        return list(zip(self._names, accumulate(self._counts), strict=True)), self._sum_ns / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,13 @@ class Families:
         """One counter, or one for each combination of `further` labels."""
         family = CounterMetricFamily(self.prefix + name, text, labels=[*self.labels, *further])
         self._fill(family, values)
+        return family
+
+    def histogram(self, name: str, text: str, times: Mapping[Any, Times], *further: str) -> HistogramMetricFamily:
+        """A histogram for each combination of `further` labels; the key of the only one without any is ()."""
+        family = HistogramMetricFamily(self.prefix + name, text, labels=[*self.labels, *further])
+        for key, each in times.items():
+            family.add_metric([*self.labels.values(), *key], *each.histogram())
         return family
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: float | Values) -> None:

@@ -44,7 +44,7 @@ class MemoryMetrics:
         predicted = counter("kv_swap_predicted_seconds", "Predicted seconds of these decisions.", "of")
         offloaded = counter("kv_offload_tokens", "Tokens of blocks that --kv-offload kept, and loaded.", "direction")
         loads = counter("kv_offload_decisions", "Prompts of which something was kept by --kv-offload.", "choice")
-        self._swaps = {
+        self._named = {
             **{each: (swapped.labels(**labels, direction=each), 1) for each in ("out", "in")},
             **{each: (decided.labels(**labels, choice=each), 1) for each in ("swap", "recompute", "full")},
             **{f"offload_{each}": (offloaded.labels(**labels, direction=each), 1) for each in ("out", "in")},
@@ -52,10 +52,11 @@ class MemoryMetrics:
             **{f"{each}_ns": (predicted.labels(**labels, of=each), 1e-9) for each in ("copy", "recompute")},
         }
         handed = counter("kv_handovers", "Prompts handed over to other servers, or taken over, by outcome.", "outcome")
-        self._swaps |= {each: (handed.labels(**labels, outcome=each), 1) for each in HANDOVERS}
+        self._named |= {each: (handed.labels(**labels, outcome=each), 1) for each in HANDOVERS}
         found = counter("adapter_lookups", "Requests whose adapter was in a slot when they came, or was not.", "result")
         loads = counter("adapter_loads", "Adapters that were brought into slots.").labels(**labels)
-        self._adapters = {each: found.labels(**labels, result=each) for each in ("hits", "misses")} | {"loads": loads}
+        self._named |= {each: (found.labels(**labels, result=each), 1) for each in ("hits", "misses")}
+        self._named["loads"] = loads, 1
         registry.register(self)
 
     def label_of(self, service_class: str) -> str:
@@ -73,11 +74,9 @@ class MemoryMetrics:
         for name, reasons in stats.evictions.items():
             for reason, count in reasons.items():
                 self._evictions.labels(**self.labels_of(name), reason=reason).inc(count)
-        for name, count in stats.swaps.items():
-            metric, unit = self._swaps[name]
+        for name, count in (*stats.swaps.items(), *stats.adapters.items()):
+            metric, unit = self._named[name]
             metric.inc(count * unit)
-        for name, count in stats.adapters.items():
-            self._adapters[name].inc(count)
         if stats.allocated_blocks:
             self._allocated.inc(stats.allocated_blocks)
             self._runs.inc(stats.allocated_runs)

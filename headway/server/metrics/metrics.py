@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import Metric
 
-from headway.engine.messages import EngineStats, Ready, SequenceTimings
+from headway.engine.messages import EngineStats, Ready
 from headway.policy.step.ledger import DECODE_STALLS, QUEUE_PHASES, Phase
 from headway.policy.step.request import NEVER
+from headway.server.api.choices import ServedChoice
 from headway.server.classes import Terms
 from headway.server.encoder import Encoder
 from headway.server.errors import ApiError
 from headway.server.grammars import OUTCOMES, GrammarChecks
-from headway.server.metrics.classes import ClassMetrics
-from headway.server.metrics.families import Families
+from headway.server.metrics.classes import CLASS_HISTOGRAMS, ClassMetrics
+from headway.server.metrics.families import Collector, Families
 from headway.server.metrics.memory import MemoryMetrics
-from headway.server.metrics.process import EngineProcessMetrics
+from headway.server.metrics.process import of_engine_process
 from headway.server.metrics.telemetry import Telemetry
 from headway.server.metrics.tenants import TenantMetrics
 from headway.server.quotas import TenantQuotas
-from headway.server.timings import Stamps
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 FINE_SECONDS = tuple(round(m * 10.0**e, 7) for e in range(-5, 2) for m in (1, 1.5, 2, 3, 5, 7.5)) + (100.0,)
@@ -46,35 +46,101 @@ _BROKEN = ("late", "timeout", "error")
 _PREFILL = (Phase.PREFILL_COMPUTE, Phase.PREFILL_STALL)
 _DECODE = (Phase.DECODE_COMPUTE, Phase.DRAFT, Phase.VERIFY, *DECODE_STALLS, Phase.SAMPLING, Phase.SCHEDULE)
 
-M = TypeVar("M", Counter, Gauge)
+# Gauges of the last step, by the field of EngineStats.
+_GAUGES = {
+    "num_running": ("num_requests_running", "Choices in the batch."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1."),
+    "swap_usage": ("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1."),
+    "fairness_lead": ("fairness_lead_tokens", "Largest lead of a tenant over another that waited, in weighted tokens."),
+    "fairness_bound": ("fairness_bound_tokens", "Largest bound of that lead, in weighted tokens."),
+}
+_TRIED = "spec_decode_num_draft_tokens", "Drafts that were tried"
+_KEPT = "spec_decode_num_accepted_tokens", "Drafts that were accepted"
+_BY_KIND = ", by what made them: ngram, draft_model, mtp, eagle3 or grammar."
+# Counters of steps, by the field of EngineStats.
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "preemptions": ("num_preemptions", "Preempted sequences."),
+    "left_out": ("tokens_left_out", "Tokens of requests without an objective that were left out of a step."),
+    "moe_mixtures": ("moe_mixtures", "Times that a layer's experts were asked, in all steps."),
+    "moe_expert_tokens": ("moe_expert_tokens", "Pairs of a token and an expert that it went to."),
+    "moe_experts_touched": ("moe_experts_touched", "Experts with any token, by step and layer."),
+    "moe_busiest_expert_tokens": (
+        "moe_busiest_expert_tokens",
+        "Tokens of the expert that had most, by step and layer.",
+    ),
+    "windows": ("batching_windows", "Times that an idle engine waited for more requests."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Times that a sequence tried drafts in a step."),
+    _TRIED[0]: (_TRIED[0], f"{_TRIED[1]}."),
+    _KEPT[0]: (_KEPT[0], f"{_KEPT[1]}."),
+}
+_increments = attrgetter(*_COUNTERS)
+# Counters with a further label: the label, and what they count.
+_LABELLED = {
+    "service_class_reloads": ("result", "Reloads of the files of classes and tenants, by result."),
+    "tool_calls": ("result", "Calls of tools in answers, by what came of them."),
+    f"{_TRIED[0]}_by_kind": ("kind", _TRIED[1] + _BY_KIND),
+    f"{_KEPT[0]}_by_kind": ("kind", _KEPT[1] + _BY_KIND),
+    f"{_KEPT[0]}_per_pos": ("position", f"{_KEPT[1]}, by their position behind the newest token, from 0 on."),
+    "stall_seconds": ("cause", "Time that sequences waited for work of others, by cause."),
+    "request_success": ("finished_reason", "Choices finished, by reason."),
+}
+_HISTOGRAMS = {
+    "iteration_tokens": (TOKENS, "Tokens computed by a step."),
+    "iteration_sequences": (SEQUENCES, "Choices in a step."),
+    "step_duration_seconds": (FINE_SECONDS, "Duration of an engine step."),
+    "decode_step_duration_seconds": (FINE_SECONDS, "Duration of an engine step without prompts."),
+    "step_prompt_tokens": (TOKENS, "Prompt tokens of a step that has some."),
+    "step_slack_seconds": (FINE_SECONDS, "Time until the next token with a TPOT objective is due, when a step begins."),
+    "step_time_to_roofline_ratio": (
+        DISTANCES,
+        "Measured time of a forward pass / the least that the machine needs for it, of one step in sixteen.",
+    ),
+    "step_time_measured_to_predicted_ratio": (RATIOS, "Measured time of a forward pass / predicted time."),
+    "time_to_first_token_seconds": (SECONDS, "Arrival until the first token is sent."),
+    "request_time_per_output_token_seconds": (SECONDS, "Mean time per token after the first."),
+    "e2e_request_latency_seconds": (SECONDS, "Arrival until the last token is sent."),
+    "request_tokenize_time_seconds": (FINE_SECONDS, "Time from the checked body to the engine."),
+    "request_detokenize_time_seconds": (FINE_SECONDS, "Time to detokenize a choice's tokens."),
+    "request_queue_time_seconds": (SECONDS, "Time waiting for the batch."),
+    "request_batching_window_seconds": (SECONDS, "Time that an idle engine waited for more requests; not of others."),
+    "request_prefill_time_seconds": (SECONDS, "Time in the batch before the first token."),
+    "request_decode_time_seconds": (SECONDS, "Time in the batch after the first token."),
+    "request_inference_time_seconds": (SECONDS, "Time in the batch."),
+    "request_prompt_tokens": (TOKENS, "Tokens of a prompt."),
+    "request_generation_tokens": (TOKENS, "Tokens of an output."),
+}
+M = TypeVar("M", Counter, Histogram)
 
 prometheus_client.disable_created_metrics()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """Counters whose values other objects keep, read when they are scraped."""
-
-    families: Families
-    sums: Mapping[str, tuple[str, Callable[[], int]]]
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, (text, value) in self.sums.items():
-            yield self.families.counter(name, text, value())
+def of_clients(families: Families, backlog: tuple[int, int]) -> Iterable[Metric]:
+    """How many clients are behind, and what they have yet to take."""
+    behind, unread = backlog
+    yield families.gauge("clients_behind", "Clients that have more than 8 KiB of what was sent yet to take.", behind)
+    yield families.gauge("clients_unread_bytes", "Bytes that these clients have yet to take.", unread)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Backlog:
-    """The clients that are behind, looked at when they are scraped."""
+def of_encoder(families: Families, encoder: Encoder) -> Iterable[Metric]:
+    """The tokenizer's queue, and what it need not do again."""
+    gauge, counter, known = families.gauge, families.counter, encoder.known
+    yield gauge("tokenizer_waiting_chars", "Characters that wait to be tokenized.", encoder.work.waiting)
+    yield gauge("tokenizer_known_chars", "Characters whose token ids are kept.", known.size)
+    yield counter("tokenizer_queries", "Characters of prompts that were looked up.", known.queries)
+    yield counter("tokenizer_hits", "Characters of prompts whose token ids were known.", known.hits)
+    yield counter("tokenizer_calls", "Calls of the tokenizer in a thread.", encoder.calls)
 
-    families: Families
-    backlog: Callable[[], tuple[int, int]]
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        behind, unread = self.backlog()
-        text = "Clients that have more than 8 KiB of what was sent yet to take."
-        yield self.families.gauge("clients_behind", text, behind)
-        yield self.families.gauge("clients_unread_bytes", "Bytes that these clients have yet to take.", unread)
+def of_grammars(families: Families, checks: GrammarChecks) -> Iterable[Metric]:
+    """The checks of structured outputs."""
+    yield families.gauge("grammars_waiting", "Requests that wait for the check of their grammar.", checks.waiting)
+    for outcome, text in OUTCOMES.items():
+        count = checks.num_checked[outcome]
+        yield families.counter(f"grammars_{outcome}", f"Requests whose grammar was {text}.", count)
 
 
 class Metrics:
@@ -88,187 +154,61 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str, engine: Any) -> None:
         self.registry, self._of_tenants = CollectorRegistry(), CollectorRegistry()
-        self.prefix = prefix
-        self._labels = (model_name, "0")
-        self._gauges(engine)
-        self._step_metrics()
-        self._request_metrics()
+        self._engine, self._labels = engine, (model_name, "0")
         self.families = Families(prefix, dict(zip(LABELS, self._labels, strict=True)))
+        self._counters = [self._made(Counter, *each) for each in _COUNTERS.values()]
+        self._by = {name: self._made(Counter, name, text, label) for name, (label, text) in _LABELLED.items()}
+        self._seen = {
+            name: self._made(Histogram, name, text, buckets=buckets) for name, (buckets, text) in _HISTOGRAMS.items()
+        }
         self.by_class = ClassMetrics(self.registry, self.families, SECONDS, engine)
         self._memory = MemoryMetrics(self.registry, self.families, self.by_class, engine)
         self.by_tenant: TenantMetrics | None = None
         self._steps: list[EngineStats] = []  # steps that are not counted yet
+        self._startup_s: dict[tuple[str], float] = {}  # by stage
         ProcessCollector(registry=self.registry)
-        EngineProcessMetrics(self.registry, self.families, lambda: engine.pid)
+        self.add(self._of_engine)
         self.allocators: Mapping[str, int] = {}  # bytes that the engine's hold, by allocator and state, as it last said
         Telemetry(self.registry, self.families, engine, lambda: self.allocators)
 
-    def _gauges(self, engine: Any) -> None:
-        def of_stats(name: str) -> Callable[[], float]:
-            return lambda: float(getattr(engine.stats, name)) if engine.stats is not None else 0.0
-
-        self._gauge("num_requests_running", "Choices in the batch.", of_stats("num_running"))
-        self._gauge("num_requests_waiting", "Choices waiting for the batch.", lambda: float(engine.num_waiting))
-        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", of_stats("kv_cache_usage"))
-        self._gauge("cpu_cache_usage_perc", "Share of the swap space in use, 0 to 1.", of_stats("swap_usage"))
-        self._gauge(
-            "fairness_lead_tokens",
-            "Largest lead of a tenant over another that waited, in weighted tokens.",
-            of_stats("fairness_lead"),
-        )
-        self._gauge(
-            "fairness_bound_tokens",
-            "Largest bound of that lead, in weighted tokens.",
-            of_stats("fairness_bound"),
-        )
-        self._gauge("engine_restarts", "Restarts of the engine process.", lambda: engine.restarts)
-        self._gauge("engine_hangs", "Of these restarts, those as no step ended.", lambda: engine.hangs)
-        reloads = "Reloads of the files of classes and tenants, by result."
-        self._reloads = self._by("result", Counter, "service_class_reloads", reloads)
-        self._calls = self._by("result", Counter, "tool_calls", "Calls of tools in answers, by what came of them.")
-        self._startup = self._by("stage", Gauge, "startup_seconds", "Start-up time by stage.")
-
-    def _by(self, label: str, kind: type[M], name: str, text: str) -> M:
-        return kind(self.prefix + name, text, (*LABELS, label), registry=self.registry)
-
-    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        gauge = Gauge(self.prefix + name, text, LABELS, registry=self.registry)
-        gauge.labels(*self._labels).set_function(value)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(self.prefix + name, text, LABELS, registry=self.registry).labels(*self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        histogram = Histogram(self.prefix + name, text, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(*self._labels)
-
-    def _step_metrics(self) -> None:
-        self._counters = {
-            "prompt_tokens": self._counter("prompt_tokens", "Prompt tokens computed."),
-            "generation_tokens": self._counter("generation_tokens", "Tokens generated."),
-            "prefix_cache_queries": self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
-            "prefix_cache_hits": self._counter("prefix_cache_hits", "Prompt tokens found in the cache."),
-            "preemptions": self._counter("num_preemptions", "Preempted sequences."),
-            "left_out": self._counter(
-                "tokens_left_out", "Tokens of requests without an objective that were left out of a step."
-            ),
-            "moe_mixtures": self._counter("moe_mixtures", "Times that a layer's experts were asked, in all steps."),
-            "moe_expert_tokens": self._counter("moe_expert_tokens", "Pairs of a token and an expert that it went to."),
-            "moe_experts_touched": self._counter("moe_experts_touched", "Experts with any token, by step and layer."),
-            "moe_busiest_expert_tokens": self._counter(
-                "moe_busiest_expert_tokens", "Tokens of the expert that had most, by step and layer."
-            ),
-            "windows": self._counter("batching_windows", "Times that an idle engine waited for more requests."),
-        }
+    def _made(self, kind: type[M], name: str, text: str, *further: str, **options: Any) -> M:
         # vLLM's name for it ends as that of a counter, which checks of names complain of.
-        name = "iteration_tokens" + "_total" * (self.prefix == "vllm:")
-        self._iteration_tokens = self._histogram(name, "Tokens computed by a step.", TOKENS)
-        self._iteration_sequences = self._histogram("iteration_sequences", "Choices in a step.", SEQUENCES)
-        self._step_seconds = self._histogram("step_duration_seconds", "Duration of an engine step.", FINE_SECONDS)
-        self._decode_step_seconds = self._histogram(
-            "decode_step_duration_seconds", "Duration of an engine step without prompts.", FINE_SECONDS
-        )
-        self._chunk_tokens = self._histogram("step_prompt_tokens", "Prompt tokens of a step that has some.", TOKENS)
-        self._slack_seconds = self._histogram(
-            "step_slack_seconds",
-            "Time until the next token with a TPOT objective is due, when a step begins.",
-            FINE_SECONDS,
-        )
-        self._roofline = self._histogram(
-            "step_time_to_roofline_ratio",
-            "Measured time of a forward pass / the least that the machine needs for it, of one step in sixteen.",
-            DISTANCES,
-        )
-        self._overrun = self._histogram(
-            "step_time_measured_to_predicted_ratio",
-            "Measured time of a forward pass / predicted time.",
-            RATIOS,
-        )
-        self._drafts = {
-            "spec_decode_num_drafts": self._counter(
-                "spec_decode_num_drafts", "Times that a sequence tried drafts in a step."
-            ),
-            "spec_decode_num_draft_tokens": self._counter("spec_decode_num_draft_tokens", "Drafts that were tried."),
-            "spec_decode_num_accepted_tokens": self._counter(
-                "spec_decode_num_accepted_tokens", "Drafts that were accepted."
-            ),
-        }
-        by_kind = ", by what made them: ngram, draft_model, mtp, eagle3 or grammar."
-        tried = "spec_decode_num_draft_tokens_by_kind", "Drafts that were tried" + by_kind
-        kept = "spec_decode_num_accepted_tokens_by_kind", "Drafts that were accepted" + by_kind
-        self._of_kind = [self._by("kind", Counter, *each) for each in (tried, kept)]
-        accepted = "Drafts that were accepted, by their position behind the newest token, from 0 on."
-        self._accepted_at = self._by("position", Counter, "spec_decode_num_accepted_tokens_per_pos", accepted)
-        stalls = "Time that sequences waited for work of others, by cause."
-        self._stall = self._by("cause", Counter, "stall_seconds", stalls)
+        name += "_total" * (name == "iteration_tokens" and self.families.prefix == "vllm:")
+        made = kind(self.families.prefix + name, text, (*LABELS, *further), registry=self.registry, **options)
+        return made if further else made.labels(*self._labels)
 
-    def _request_metrics(self) -> None:
-        self._success = self._by("finished_reason", Counter, "request_success", "Choices finished, by reason.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival until the first token is sent.")
-        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time per token after the first.")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival until the last token is sent.")
-        self._tokenize = self._histogram(
-            "request_tokenize_time_seconds", "Time from the checked body to the engine.", FINE_SECONDS
-        )
-        self._detokenize = self._histogram(
-            "request_detokenize_time_seconds", "Time to detokenize a choice's tokens.", FINE_SECONDS
-        )
-        self._queue = self._histogram("request_queue_time_seconds", "Time waiting for the batch.")
-        self._window = self._histogram(
-            "request_batching_window_seconds", "Time that an idle engine waited for more requests; not of others."
-        )
-        self._prefill = self._histogram("request_prefill_time_seconds", "Time in the batch before the first token.")
-        self._decode = self._histogram("request_decode_time_seconds", "Time in the batch after the first token.")
-        self._inference = self._histogram("request_inference_time_seconds", "Time in the batch.")
-        self._prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._output_len = self._histogram("request_generation_tokens", "Tokens of an output.", TOKENS)
+    def add(self, collect: Callable[[Families], Iterable[Metric]]) -> None:
+        """Have further metrics from now on, which are read whenever they are scraped."""
+        self.registry.register(Collector(partial(collect, self.families)))
 
     def add_tenants(self, quotas: TenantQuotas) -> None:
         """Have metrics of tenants from now on."""
         self.by_tenant = TenantMetrics(self._of_tenants, self.families, quotas)
 
-    def add_clients(self, backlog: Callable[[], tuple[int, int]]) -> None:
-        """Have metrics of the clients that are behind from now on: how many, and what they have yet to take."""
-        self.registry.register(_Backlog(self.families, backlog))
-
-    def add_encoder(self, encoder: Encoder) -> None:
-        """Have metrics of the tokenizer's queue from now on."""
-        self._gauge("tokenizer_waiting_chars", "Characters that wait to be tokenized.", lambda: encoder.work.waiting)
-        self._gauge("tokenizer_known_chars", "Characters whose token ids are kept.", lambda: encoder.known.size)
-        sums = {
-            "tokenizer_queries": ("Characters of prompts that were looked up.", lambda: encoder.known.queries),
-            "tokenizer_hits": ("Characters of prompts whose token ids were known.", lambda: encoder.known.hits),
-            "tokenizer_calls": ("Calls of the tokenizer in a thread.", lambda: encoder.calls),
-        }
-        self.registry.register(_Sums(self.families, sums))
-
-    def add_grammars(self, checks: GrammarChecks) -> None:
-        """Have metrics of the grammars of structured outputs from now on."""
-        self._gauge("grammars_waiting", "Requests that wait for the check of their grammar.", lambda: checks.waiting)
-        sums = {
-            f"grammars_{outcome}": (
-                f"Requests whose grammar was {text}.",
-                partial(checks.num_checked.__getitem__, outcome),
-            )
-            for outcome, text in OUTCOMES.items()
-        }
-        self.registry.register(_Sums(self.families, sums))
+    def _of_engine(self, families: Families) -> Iterable[Metric]:
+        engine, gauge = self._engine, families.gauge
+        for field, (name, text) in _GAUGES.items():
+            yield gauge(name, text, 0.0 if engine.stats is None else float(getattr(engine.stats, field)))
+        yield gauge("num_requests_waiting", "Choices waiting for the batch.", float(engine.num_waiting))
+        yield gauge("engine_restarts", "Restarts of the engine process.", engine.restarts)
+        yield gauge("engine_hangs", "Of these restarts, those as no step ended.", engine.hangs)
+        yield gauge("startup_seconds", "Start-up time by stage.", self._startup_s, "stage")
+        yield from of_engine_process(families, engine.pid)
 
     # --- what happens -------------------------------------------------------------------------------
 
     def on_ready(self, ready: Ready) -> None:
-        for stage, length in ready.startup_ns.items():
-            self._startup.labels(*self._labels, stage).set(length * NS)
+        self._startup_s = {(stage,): length * NS for stage, length in ready.startup_ns.items()}
 
     def on_calls(self, complete: int, broken: int, malformed: int) -> None:
         """Count the calls of a choice, and whether it has text that was to be one."""
         for result, count in (("complete", complete), ("broken", broken), ("malformed", malformed)):
             if count:
-                self._calls.labels(*self._labels, result).inc(count)
+                self._by["tool_calls"].labels(*self._labels, result).inc(count)
 
     def on_reload(self, result: str) -> None:
         """Count that the file of service classes was read again: `done`, or `failed` where it was wrong."""
-        self._reloads.labels(*self._labels, result).inc()
+        self._by["service_class_reloads"].labels(*self._labels, result).inc()
 
     def on_step(self, stats: EngineStats) -> None:
         self._steps.append(stats)
@@ -282,67 +222,48 @@ class Metrics:
         self._steps.clear()
 
     def _count_step(self, stats: EngineStats) -> None:
-        for name, counter in self._counters.items():
-            if increment := getattr(stats, name):
+        for counter, increment in zip(self._counters, _increments(stats), strict=True):
+            if increment:
                 counter.inc(increment)
+        seen = self._seen
         if stats.scheduled_tokens:
-            self._iteration_tokens.observe(stats.scheduled_tokens)
-            self._iteration_sequences.observe(stats.scheduled_sequences)
-            self._step_seconds.observe(stats.step_ns * NS)
+            seen["iteration_tokens"].observe(stats.scheduled_tokens)
+            seen["iteration_sequences"].observe(stats.scheduled_sequences)
+            seen["step_duration_seconds"].observe(stats.step_ns * NS)
             if not stats.prompt_tokens and stats.scheduled_tokens == stats.scheduled_sequences:
-                self._decode_step_seconds.observe(stats.step_ns * NS)
+                seen["decode_step_duration_seconds"].observe(stats.step_ns * NS)
         if stats.prompt_tokens:
-            self._chunk_tokens.observe(stats.prompt_tokens)
+            seen["step_prompt_tokens"].observe(stats.prompt_tokens)
         if stats.slack_ns:
-            self._slack_seconds.observe(stats.slack_ns * NS)
+            seen["step_slack_seconds"].observe(stats.slack_ns * NS)
         if stats.least_ns and stats.forward_ns:
-            self._roofline.observe(stats.forward_ns / stats.least_ns)
+            seen["step_time_to_roofline_ratio"].observe(stats.forward_ns / stats.least_ns)
         if stats.predicted_ns and stats.forward_ns:
-            self._overrun.observe(stats.forward_ns / stats.predicted_ns)
+            seen["step_time_measured_to_predicted_ratio"].observe(stats.forward_ns / stats.predicted_ns)
         self._memory.on_step(stats)
-        if stats.spec_decode_num_drafts:
-            for name, counter in self._drafts.items():
-                counter.inc(getattr(stats, name))
-            for kind, counts in stats.drafts_of_kind.items():
-                for of_kind, count in zip(self._of_kind, counts, strict=True):
-                    of_kind.labels(*self._labels, kind).inc(count)
-            for position, count in enumerate(stats.accepted_at):
-                self._accepted_at.labels(*self._labels, position).inc(count)
+        for kind, counts in stats.drafts_of_kind.items():
+            for name, count in zip((_TRIED[0], _KEPT[0]), counts, strict=True):
+                self._by[f"{name}_by_kind"].labels(*self._labels, kind).inc(count)
+        for position, count in enumerate(stats.accepted_at):
+            self._by[f"{_KEPT[0]}_per_pos"].labels(*self._labels, position).inc(count)
         for cause, length in stats.stall_ns.items():
-            self._stall.labels(*self._labels, cause).inc(length * NS)
+            self._by["stall_seconds"].labels(*self._labels, cause).inc(length * NS)
 
-    def on_output(self, gap_ns: int, service_class: str) -> None:
-        """Count tokens of a choice that came `gap_ns` after those before."""
-        self.by_class.gaps.add(service_class, gap_ns)
-
-    def on_first_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """Count the first token of a choice, which was handed to the connection."""
-        self._ttft.observe(since_arrival_ns * NS)
-        self.by_class.observe("ttft", service_class, since_arrival_ns)
-
-    def on_last_sent(self, since_arrival_ns: int, service_class: str) -> None:
-        """Count a choice that ended by stop or length, and whose end was handed to the connection."""
-        self._e2e.observe(since_arrival_ns * NS)
-        self.by_class.observe("e2e", service_class, since_arrival_ns)
+    def on_sent(self, key: str, since_arrival_ns: int, service_class: str) -> None:
+        """Count that the first token of a choice was handed to the connection (`ttft`), or its end (`e2e`)."""
+        self._seen[CLASS_HISTOGRAMS[key][0]].observe(since_arrival_ns * NS)
+        self.by_class.observe(key, service_class, since_arrival_ns)
 
     def on_refused(self, error: ApiError, service_class: str) -> None:
         """Count a request that was refused; other errors do not count."""
         if error.status in _REFUSALS and error.code is not None:
             self.by_class.refused(service_class, error.code)
 
-    def on_finish(
-        self,
-        reason: str,
-        stamps: Stamps,
-        prompt_len: int,
-        num_tokens: int,
-        timings: SequenceTimings | None,
-        phases_ns: Mapping[Phase, int],
-        terms: Terms,
-    ) -> None:
+    def on_finish(self, choice: ServedChoice, phases_ns: Mapping[Phase, int], terms: Terms) -> None:
         """Count a choice that has ended, with its closed ledger, which is empty where its timings are None."""
-        self._success.labels(*self._labels, reason).inc()
-        name, tpot_ns = terms.service.name, stamps.tpot_ns(num_tokens)
+        reason, stamps, timings = choice.finish_reason or "abort", choice.stamps, choice.timings
+        self._by["request_success"].labels(*self._labels, reason).inc()
+        name, tpot_ns = terms.service.name, stamps.tpot_ns(choice.num_tokens)
         self.by_class.spent(name, phases_ns)
         if timings is not None and timings.yielded:
             self.by_class.yielded(name, timings.yielded)
@@ -352,14 +273,15 @@ class Metrics:
             self.by_class.judged(name, terms.verdicts(NEVER, None, NEVER))
         if reason not in ("stop", "length"):
             return
+        seen = self._seen
         self.by_class.judged(name, terms.verdicts(stamps.ttft_ns, tpot_ns, stamps.e2e_ns))
-        self._prompt_len.observe(prompt_len)
-        if num_tokens:
-            self._output_len.observe(num_tokens)
-        self._tokenize.observe((stamps.sent_ns - stamps.checked_ns) * NS)
-        self._detokenize.observe(stamps.detokenizing_ns * NS)
+        seen["request_prompt_tokens"].observe(len(choice.prompt.token_ids))
+        if choice.num_tokens:
+            seen["request_generation_tokens"].observe(choice.num_tokens)
+        seen["request_tokenize_time_seconds"].observe((stamps.sent_ns - stamps.checked_ns) * NS)
+        seen["request_detokenize_time_seconds"].observe(stamps.detokenizing_ns * NS)
         if tpot_ns is not None:
-            self._tpot.observe(tpot_ns * NS)
+            seen["request_time_per_output_token_seconds"].observe(tpot_ns * NS)
             self.by_class.observe("tpot", name, tpot_ns)
         if timings is not None:
             self._observe_phases(timings.phases_ns)
@@ -368,13 +290,13 @@ class Metrics:
         def total(phases: tuple[Phase, ...]) -> float:
             return sum(phases_ns.get(phase, 0) for phase in phases) * NS
 
-        prefill, decode = total(_PREFILL), total(_DECODE)
-        self._queue.observe(total(QUEUE_PHASES))
+        seen, prefill, decode = self._seen, total(_PREFILL), total(_DECODE)
+        seen["request_queue_time_seconds"].observe(total(QUEUE_PHASES))
         if window := total((Phase.QUEUE_WINDOW,)):
-            self._window.observe(window)
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
-        self._inference.observe(prefill + decode)
+            seen["request_batching_window_seconds"].observe(window)
+        seen["request_prefill_time_seconds"].observe(prefill)
+        seen["request_decode_time_seconds"].observe(decode)
+        seen["request_inference_time_seconds"].observe(prefill + decode)
 
     def exposition(self, with_tenants: bool = False) -> bytes:
         """All metrics as text.

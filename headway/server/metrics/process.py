@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric
 
 from headway.server.metrics.families import Families
 
 
-class EngineProcessMetrics:
-    """Processor time, memory and page faults of the engine process; nothing while there is none, or without /proc.
-
-    Args:
-        pid: gives the id of the engine process, or None while there is none.
-    """
-
-    def __init__(self, registry: CollectorRegistry, families: Families, pid: Callable[[], int | None]) -> None:
-        self._families, self._pid = families, pid
-        registry.register(self)
-
-    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Metrics from /proc/PID/stat."""
-        if (used := used_by(self._pid())) is None:
-            return
-        gauge, counter = self._families.gauge, self._families.counter
-        faults = {("minor",): used.minor_faults, ("major",): used.major_faults}
-        yield counter("engine_cpu_seconds", "Processor time of the engine process.", used.cpu_seconds)
-        yield gauge("engine_resident_memory_bytes", "Resident memory of the engine process.", used.resident_bytes)
-        yield counter("engine_page_faults", "Page faults of the engine process.", faults, "kind")
+def of_engine_process(families: Families, pid: int | None) -> Iterator[Metric]:
+    """Processor time, memory and page faults of the engine process; nothing while there is none, or without /proc."""
+    if (used := used_by(pid)) is None:
+        return
+    faults = {("minor",): used.minor_faults, ("major",): used.major_faults}
+    yield families.counter("engine_cpu_seconds", "Processor time of the engine process.", used.cpu_seconds)
+    yield families.gauge("engine_resident_memory_bytes", "Resident memory of the engine process.", used.resident_bytes)
+    yield families.counter("engine_page_faults", "Page faults of the engine process.", faults, "kind")
 
 
 @dataclass(frozen=True, slots=True)

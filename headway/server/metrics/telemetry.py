@@ -57,10 +57,7 @@ METRICS = {
         "perf", "counter", "Misses of the last cache by the engine in user code, since the first scrape."
     ),
     "engine_allocator_bytes": Told(
-        "allocator",
-        "gauge",
-        "Memory that the engine's allocators hold, in use or free.",
-        ("allocator", "state"),
+        "allocator", "gauge", "Memory that the engine's allocators hold, in use or free.", ("allocator", "state")
     ),
     "gpu_utilization_ratio": Told("nvml", "gauge", "Share of the time in which a kernel ran on the GPU.", _GPU),
     "gpu_memory_used_bytes": Told("nvml", "gauge", "Memory of the GPU in use, by whomever.", _GPU),
