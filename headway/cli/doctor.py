@@ -68,14 +68,10 @@ def probed(target: Target, address: str | None, limits: Limits) -> tuple[Evidenc
 
     from headway.advisor.probe import probe
     from headway.chat import as_url
-    from headway.load.errors import BenchError
 
     if address is not None:
         target = replace(target, base_url=as_url(address) or f"http://{address}")
     if not target.generates:
         fail(f"--backend is {target.backend}; give one that generates text, such as openai or openai-chat")
-    try:
-        with Console(stderr=True).status(f"probing {target.url}"):
-            return asyncio.run(probe(target, limits)), target.url
-    except BenchError as error:
-        fail(str(error))
+    with Console(stderr=True).status(f"probing {target.url}"):
+        return asyncio.run(probe(target, limits)), target.url

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 COMMANDS = {
@@ -119,6 +120,8 @@ NOT_SUPPORTED = {
 # Text that is added to an error when the value of an option is none of its choices.
 OF_VALUES = {"--quantization": "; the format of a quantised checkpoint is found without it"}
 POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
+# An objective such as ttft:200, or what may be meant as one: the error must name it, not a command of that name.
+_OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
 
 def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
@@ -150,3 +153,33 @@ def subcommand(given: str, known: Iterable[str]) -> str:
     names = list(known)
     ours = SUBCOMMANDS.get(given.lower(), "")
     return ours if ours in names else next(iter(get_close_matches(given.lower(), names, 1)), "")
+
+
+def fold_objectives(arguments: Sequence[str]) -> list[str]:
+    """`--goodput ttft:200 tpot:50` becomes `--goodput "ttft:200 tpot:50"`: an option here takes one value.
+
+    The values go on until an argument is none, such as `MODEL@HARDWARE:tp=2`.
+    """
+    folded: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = is_open and _OBJECTIVE.fullmatch(argument) is not None
+        if is_value and folded[-1] not in ("--goodput", "--slo"):
+            folded[-1] += f" {argument}"
+        else:
+            folded.append(argument)
+        is_open = is_value or argument.partition("=")[0] in ("--goodput", "--slo")
+    return folded
+
+
+def spread_modules(arguments: Sequence[str]) -> list[str]:
+    """`--lora-modules a=x b=y` becomes `--lora-modules a=x --lora-modules b=y`, as vLLM takes several values of it."""
+    spread: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = not argument.startswith("-") and ("=" in argument or argument.lstrip().startswith("{"))
+        if is_open and is_value and spread[-1] != "--lora-modules":
+            spread.append("--lora-modules")
+        spread.append(argument)
+        is_open = argument.partition("=")[0] == "--lora-modules" or (is_open and is_value)
+    return spread

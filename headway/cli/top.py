@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import with_flags
 from headway.cli.help import Command
 
 app = typer.Typer(add_completion=False)
@@ -36,18 +36,15 @@ def top(
     from rich.live import Live
 
     from headway.chat import as_url
-    from headway.top import TopError, follow
+    from headway.top import follow
 
     url = as_url(address) or f"http://{address}"
     console = Console()
     looks = follow(url.rstrip("/"), api_key, interval)
-    try:
-        if once or not console.is_terminal:
-            last = [*itertools.islice(looks, 2)][-1]
-            console.print(last.render())
-            return
-        with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
-            for view in looks:
-                screen.update(view.render(), refresh=True)
-    except TopError as error:
-        fail(f"{error}")
+    if once or not console.is_terminal:
+        last = [*itertools.islice(looks, 2)][-1]
+        console.print(last.render())
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
+        for view in looks:
+            screen.update(view.render(), refresh=True)
