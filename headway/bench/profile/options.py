@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from headway.engine.config import ModelOptions
 from headway.flags import Flag
@@ -89,6 +89,13 @@ def check_options(options: ProfileOptions) -> None:
     name = options.result_name
     if name is not None and (not name or name in (".", "..") or Path(name).name != name):
         raise BenchError(f"--result-name is {name!r}; it must be the plain name of a folder")
+
+
+def settings_of(options: ProfileOptions) -> dict[str, Any]:
+    """JSON-able: what was asked for, without secrets."""
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    del settings["given"], settings["api_key"]
+    return settings
 
 
 def fitting_lengths(options: ProfileOptions, max_model_len: int) -> tuple[int, ...]:

@@ -9,10 +9,8 @@ import os
 import re
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -32,10 +30,10 @@ from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.profile import tables
 from headway.bench.profile.kernels import Kernels, timed_kernels
 from headway.bench.profile.local_server import LocalServer
-from headway.bench.profile.machine import measure_peaks, read_peaks
+from headway.bench.profile.machine import peaks_for
 from headway.bench.profile.model import ProfiledModel, find_model
 from headway.bench.profile.naive import Naive, naive_of
-from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
+from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths, settings_of
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.report.verdict import count
@@ -114,6 +112,7 @@ async def _measure(
         # What was measured must not be lost over this.
         with contextlib.suppress(Interrupted, BenchError):
             peaks = peaks.or_better(await unless_stopped(stop, _peaks(options, model, progress)))
+    settings = settings_of(options)
     result = ProfileResult(
         model=model,
         peaks=peaks,
@@ -130,7 +129,7 @@ async def _measure(
             )
             for length in lengths
         ],
-        settings=_settings(options),
+        settings={"threads": settings.pop("num_threads"), **settings},
         began_at=began.isoformat(timespec="seconds"),
         kernels=kernels,
         naive=naive,
@@ -148,21 +147,11 @@ def _done(outcome: LoadOutcome) -> list[RequestRecord]:
 
 async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progress) -> MachinePeaks:
     if options.calibration is not None:
-        peaks = read_peaks(options.calibration)
-        if model.products not in peaks.gemm_flops_per_s:
-            known = ", ".join(peaks.gemm_flops_per_s)
-            raise BenchError(
-                f"--calibration {options.calibration} has measured products in {known}, but the model runs in "
-                f"{model.products}; measure again with --dtype {model.products}"
-            )
-        return peaks
+        return await peaks_for(options, model)
     task = _stage(progress, "measuring the machine")
     try:
-        return await measure_peaks(
-            options.device,
-            model.products,
-            options.num_threads,
-            lambda stage: progress.update(task, description=f"measuring the machine: {stage}"),
+        return await peaks_for(
+            options, model, lambda stage: progress.update(task, description=f"measuring the machine: {stage}")
         )
     finally:
         progress.remove_task(task)
@@ -256,12 +245,6 @@ def _ask(url: str) -> tuple[dict[str, float], str]:
     with direct.open(f"{url}/metrics", timeout=30) as answer:
         series = parse_metrics(answer.read().decode()).series.get("startup_seconds", {})
     return {dict(labels)["stage"]: seconds for labels, seconds in series.items()}, headway.__version__
-
-
-def _settings(options: ProfileOptions) -> dict[str, Any]:
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    del settings["given"], settings["api_key"]
-    return {"threads": settings.pop("num_threads"), **settings}
 
 
 def _remarks(result: ProfileResult, outcome: LoadOutcome) -> list[str]:
