@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headway.bench.client.load import LoadMode
+from headway.bench.client.load import LoadMode, Pace
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.options import Target
 from headway.bench.profile import figures, tables
@@ -140,10 +140,9 @@ async def _measure(
     workload = build_workload(spec, session.source, chat=False, context=session.server.max_model_len)
     measured = await session.measure(
         workload,
+        Pace(LoadMode.CLOSED, 1),
         settings={},
-        mode=LoadMode.CLOSED,
         cache_salt=secrets.token_hex(8) if session.server.endpoint.cache_salt else "",
-        max_concurrency=1,
         warm_ups=warm_up_requests(workload, session.source, 1),
         stop=stop,
     )

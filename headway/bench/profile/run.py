@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 import headway
-from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.profile import tables
@@ -361,10 +361,8 @@ async def send_all(
         outcome = await run_load(
             client,
             requests,
-            mode=LoadMode.CLOSED,
-            max_concurrency=1,
+            Pace(LoadMode.CLOSED, 1, grace_s=0.0),
             warm_ups=warm_ups,
-            grace_s=0.0,
             stop=stop,
             listener=_Progress(on_done),
             sockets=client.busy_sockets,
