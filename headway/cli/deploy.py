@@ -32,8 +32,7 @@ def deploy(
         ),
     ] = None,
     simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Predict what clients would see; further options are those of simulate."),
+        bool, typer.Option("--simulate", help="Predict what clients would see; further options are those of simulate.")
     ] = False,
 ) -> None:
     """Serve models on a Ray cluster behind one door, with as many replicas as their objectives need."""

@@ -23,8 +23,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=3600.0)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print what happens within one interval, and exit.")] = False,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar=["HEADWAY_METRICS_KEY", "HEADWAY_API_KEY"], help="Key that its /metrics needs."),
+        str | None, typer.Option(envvar=["HEADWAY_METRICS_KEY", "HEADWAY_API_KEY"], help="Key that its /metrics needs.")
     ] = None,
 ) -> None:
     """Show what a server of Headway, vLLM or llama.cpp does, in the terminal.

@@ -145,12 +145,7 @@ class Dispatch:
     """
 
     def __init__(
-        self,
-        client: Sender,
-        conversations: Conversations,
-        pace: Pace,
-        as_messages: bool,
-        listener: LoadListener,
+        self, client: Sender, conversations: Conversations, pace: Pace, as_messages: bool, listener: LoadListener
     ) -> None:
         self.records: list[RequestRecord] = []
         self.began_ns = time.monotonic_ns()

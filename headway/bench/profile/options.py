@@ -34,8 +34,7 @@ class ProfileOptions(ModelOptions):
         str | None, Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True)
     ] = None
     base_url: Annotated[
-        str | None,
-        Flag("Profile the server at this address, of Headway, vLLM or llama.cpp, instead of starting one."),
+        str | None, Flag("Profile the server at this address, of Headway, vLLM or llama.cpp, instead of starting one.")
     ] = None
     api_key: Annotated[
         str | None,

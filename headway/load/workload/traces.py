@@ -223,8 +223,7 @@ def session_of(rows: Sequence[tuple[Line, MooncakeRow]], block_size: int = MOONC
     for place, (at, row) in enumerate(rows):
         if (row.input_length, row.text_input, row.messages).count(None) != 2 or row.payload is not None:
             raise at.wrong(
-                "not exactly one of input_length, text_input and messages",
-                f"expected as {MOONCAKE_EXAMPLE}",
+                "not exactly one of input_length, text_input and messages", f"expected as {MOONCAKE_EXAMPLE}"
             )
         answer = DEFAULT_OUTPUT_TOKENS if row.output_length is None else row.output_length
         if row.input_length is not None and row.output_length is None:
