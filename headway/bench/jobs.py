@@ -81,8 +81,8 @@ async def carry_out(bench: Runner) -> int:
 
 async def _single(bench: Runner) -> int:
     run = await bench.run(load_of(bench.options.workload, bench.options.max_concurrency))
-    bench.print(*run)
-    bench.save(*run)
+    bench.print(run)
+    bench.save(run)
     bench.report([run])
     return bench.exit_code([run])
 
@@ -109,8 +109,8 @@ async def _sweep(bench: Runner) -> int:
             lost = True
             break
         if bench.output.verbose:
-            bench.print(*run)
-        bench.save(*run, number=number)
+            bench.print(run)
+        bench.save(run, number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)
         if "ended_early" in run[0].settings:

@@ -137,7 +137,7 @@ class Prober:
         self._made += 1
         self.runs.append(run)
         self._rates.append(rate)
-        if self.bench.keeps_probes and (path := self.bench.write(*run, number=len(self.runs))):
+        if self.bench.keeps_probes and (path := self.bench.write(run, len(self.runs))):
             self._paths.append(path)
         result = run[0]
         return dataclasses.replace(
@@ -165,7 +165,7 @@ class Prober:
             return
         at = [place for place, rate in enumerate(self._rates) if rate in (found.rate, found.likely)]
         if self.runs:
-            self.bench.save(*self.runs[at[-1] if at else -1], more={"search": search_json(found)})
+            self.bench.save(self.runs[at[-1] if at else -1], more={"search": search_json(found)})
 
     def say(self, trial: Trial) -> None:
         if not (self.bench.keeps_probes or self.bench.output.verbose):

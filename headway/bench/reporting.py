@@ -22,7 +22,6 @@ from headway.load.errors import BenchError
 from headway.load.measures.numbers import Summary
 from headway.load.measures.summary import summarise_all
 from headway.load.record import RunResult
-from headway.load.workload.build import Workload
 from headway.report.page import write_page
 from headway.report.parts import Section
 
@@ -82,41 +81,30 @@ class Reporting:
             self.stop.set()
             raise
 
-    def summarise(self, result: RunResult, workload: Workload, price_per_hour: float | None = None) -> list[Summary]:
+    def summarise(self, result: RunResult, notes: Sequence[str] = (), price: float | None = None) -> list[Summary]:
         """The numbers of a run.
 
         Args:
-            price_per_hour: the price of all servers; None is that of the claims.
+            notes: those of its workload.
+            price: of all servers in an hour; None is that of the claims.
         """
         claims = self.claims
         summaries = summarise_all(
             result,
             percentiles=claims.percentiles,
             objectives=claims.objectives or None,
-            objectives_by_class=workload.classes or None,
-            price_per_hour=claims.price_per_hour if price_per_hour is None else price_per_hour,
+            objectives_by_class=result.settings["goodput_by_class"] or None,
+            price_per_hour=claims.price_per_hour if price is None else price,
         )
-        summaries[0].notes.extend(workload.notes)
+        summaries[0].notes.extend(notes)
         return summaries
 
-    def save(
-        self,
-        result: RunResult,
-        summaries: Sequence[Summary],
-        number: int | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
+    def save(self, run: Run, number: int | None = None, more: Mapping[str, Any] | None = None) -> None:
         """Write the files of one run that were asked for, and say where. Arguments are those of `write`."""
-        if path := self.write(result, summaries, number, more):
+        if path := self.write(run, number, more):
             self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
 
-    def write(
-        self,
-        result: RunResult,
-        summaries: Sequence[Summary],
-        number: int | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> Path | None:
+    def write(self, run: Run, number: int | None = None, more: Mapping[str, Any] | None = None) -> Path | None:
         """Write the files of one run that were asked for.
 
         Args:
@@ -126,7 +114,7 @@ class Reporting:
         Returns:
             The JSON file; None where none was asked for.
         """
-        output, claims = self.output, self.claims
+        output, claims, (result, summaries) = self.output, self.claims, run
         if not output.save:
             return None
         name = Path(output.result_filename or default_file_name(result))
@@ -161,9 +149,8 @@ class Reporting:
             return
         self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
 
-    def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
-        show = print_summary if self.output.verbose else print_brief
-        show(self.out, result, summaries, self.claims)
+    def print(self, run: Run) -> None:
+        (print_summary if self.output.verbose else print_brief)(self.out, *run, self.claims)
 
     def exit_code(self, runs: Sequence[Run]) -> int:
         if self.stop.is_set():

@@ -250,4 +250,4 @@ class Bench(Runner):
             )
         if limited is not None and limited.reason:
             result.settings["ended_early"] = limited.reason
-        return result, self.summarise(result, workload)
+        return result, self.summarise(result, workload.notes)
