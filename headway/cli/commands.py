@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from headway.cli.help import show_all
+from headway.cli.help import Command, show_all
 from headway.cli.spellings import hint as spelling_hint
 from headway.flags import Flag, flags_of, option
 
@@ -49,6 +49,17 @@ def _with_options(message: str) -> str:
         return _options.get().get(found[0], found[0]) if is_name else found[0]
 
     return re.sub(r"(?<![\w./'\"-])[a-z]\w*(?![\w/'\"=-]|\.\w)", named, message)
+
+
+def command(**settings: Any) -> Callable[[Callable[..., None]], typer.Typer]:
+    """Make a function the only command of its module; `settings` are those of Typer's commands."""
+
+    def made(function: Callable[..., None]) -> typer.Typer:
+        app = typer.Typer(add_completion=False)
+        app.command(cls=Command, **settings)(with_flags(function))
+        return app
+
+    return made
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,8 +14,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from headway.bundled import NAME
-from headway.cli.commands import config_lines, fail, take_defaults, toml_of, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, config_lines, fail, take_defaults, toml_of
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
 from headway.policy.step.bounds import Bounds
@@ -25,8 +24,6 @@ from headway.server.settings import ServerSettings
 _BEGAN_NS = time.monotonic_ns()
 
 _of_server = functools.partial(typer.Option, rich_help_panel="Server")
-
-app = typer.Typer(add_completion=False)
 
 ENDPOINTS = Path(__file__).parent.parent / "config_files" / "endpoints"
 Endpoint = Literal["interactive", "batch", "rag", "agents", "embeddings"]
@@ -41,8 +38,7 @@ def _take_endpoint(context: typer.Context, kind: str | None) -> None:
     take_defaults(context, f"--for {kind}", content, below=True)
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def serve(
     server: ServerSettings,
     engine: EngineConfig,

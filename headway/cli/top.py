@@ -8,14 +8,10 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import with_flags
-from headway.cli.help import Command
-
-app = typer.Typer(add_completion=False)
+from headway.cli.commands import command
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def top(
     address: Annotated[
         str, typer.Argument(metavar="URL", help="Address of a server of Headway, vLLM or llama.cpp.")

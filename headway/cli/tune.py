@@ -5,15 +5,11 @@ from __future__ import annotations
 import typer
 
 from headway.advisor.tuning.options import TuneOptions
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.installation import require_engine
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def tune(options: TuneOptions) -> None:
     """Find the settings that meet objectives under a load, on this machine.
 
