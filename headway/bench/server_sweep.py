@@ -21,9 +21,8 @@ from rich.text import Text
 
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.journal import Journal
-from headway.bench.options import BenchOptions
+from headway.bench.options import BenchOptions, ParetoOptions
 from headway.bench.pareto import front_page, front_table, points_of
-from headway.bench.pareto_options import ParetoOptions
 from headway.bench.profile.local_server import StartedServer
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headway.bench.mock import MockOptions, MockServer
-from headway.bench.options import BenchOptions
-from headway.bench.pareto_options import ParetoOptions
+from headway.bench.options import BenchOptions, ParetoOptions
 from headway.bench.profile.options import ProfileOptions
 from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command, Group
@@ -57,7 +56,7 @@ def bench(
         return
     if compare is not None:
         _refuse_others(given, {"config", "compare", "report"}, "--compare")
-        from headway.bench.comparing import compare_files
+        from headway.bench.jobs import compare_files
 
         a, b = ([Path(path) for path in side.split(",")] for side in compare)
         compare_files(a, b, options.output.report)

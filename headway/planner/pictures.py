@@ -18,8 +18,7 @@ from headway.planner.make import make_plan
 from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.words import gigabytes, many, seconds
 from headway.report import style
-from headway.report.roofline import Marks, draw_roofline
-from headway.report.spots import Spot, name_spots
+from headway.report.roofline import Marks, Spot, draw_roofline, name_spots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
