@@ -198,10 +198,7 @@ class _Probe:
 
     async def _scrape(self) -> str:
         """The text of /metrics; "" where it cannot be had."""
-        if not self._session.server.metrics:
-            return ""
-        reply = await self._asker.look("GET", "/metrics")
-        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
+        return await self._asker.metrics() if self._session.server.metrics else ""
 
     @contextlib.asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:

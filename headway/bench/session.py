@@ -186,10 +186,7 @@ class _Surroundings:
 
     async def _scrape(self) -> str:
         """The text of /metrics; "" where it cannot be had."""
-        if self._asker is None:
-            return ""
-        reply = await self._asker.look("GET", "/metrics")
-        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
+        return "" if self._asker is None else await self._asker.metrics()
 
 
 @contextlib.asynccontextmanager
