@@ -12,8 +12,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from headway.advisor.doctor import notes
-from headway.advisor.evidence import ACCEPTED, DRAFTED, HITS, PREEMPTIONS, QUERIES, Evidence, median
+from headway.advisor.evidence import ACCEPTED, DRAFTED, Evidence, median
 from headway.advisor.pitfalls import FEW_ACCEPTED, FEW_DRAFTS
+from headway.load.measures.server_metrics import HITS, PREEMPTIONS, QUERIES
 from headway.report.style import number
 
 ENOUGH = 20  # answered requests, for percentiles
