@@ -9,7 +9,7 @@ from headway.load.measures.anytime import least_blocks
 from headway.load.measures.search import SearchResult, Stop
 from headway.load.measures.trials import Trial, Verdict
 from headway.report import style
-from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
+from headway.report.parts import NOTHING, Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, sentence
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _row(trial: Trial) -> tuple[Cell, ...]:
     reason = next((probe.reason for probe in trial.probes if not probe.valid), "")
     word = f"{trial.verdict} (client-bound)" if trial.client and trial.verdict is Verdict.FAILED else str(trial.verdict)
     verdict = Cell(f"not valid: {reason}", "bad") if reason else Cell(word, TONES[trial.verdict])
-    known = share if trial.total else Cell("–", "quiet")
+    known = share if trial.total else NOTHING
     return cells(number(trial.rate), str(len(trial.probes)), f"{trial.total:,}", known, behind, verdict)
 
 
