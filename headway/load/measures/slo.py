@@ -85,30 +85,27 @@ def attainment(
     *,
     duration_s: float,
     by_class: Mapping[str, Objectives] | None = None,
-    since: Since = "schedule",
-    confidence: float = 0.95,
 ) -> Attainment | None:
     """How many requests met all their objectives, and the goodput.
 
     Args:
         duration_s: seconds that the goodput is counted over.
         by_class: objectives of classes that have their own; `objectives` are those of all other requests.
-        since: latencies count from when requests were due, or from their send (as `vllm bench serve` does).
-        confidence: that of the interval around the share that met, which allows for requests that depend on each other.
 
     Returns:
-        None where no request has objectives. The keys of Attainment.objectives are `ttft` and so on, and
-        `chat.ttft` where classes have different ones.
+        None where no request has objectives. The interval (95 %) around the share that met allows for requests that
+        depend on each other. The keys of Attainment.objectives are `ttft` and so on, and `chat.ttft` where classes have
+        different ones.
     """
     records = list(records)
-    missed = missed_objectives(records, objectives, by_class, since)
+    missed = missed_objectives(records, objectives, by_class)
     stated = _stated(records, objectives, by_class)
     if not stated:
         return None
     judged = sorted((record for record in records if record.index in missed), key=lambda record: record.scheduled_ns)
     met = [record for record in judged if not missed[record.index]]
     worth = effective_count(np.array([not missed[record.index] for record in judged], dtype=float))
-    low, high = proportion_interval(len(met), len(judged), confidence, n_eff=worth)
+    low, high = proportion_interval(len(met), len(judged), 0.95, n_eff=worth)
     reasons = Counter(reason for of_request in missed.values() for reason in of_request)
     asked = {name.rsplit(".", 1)[-1] for name in stated}
     return Attainment(

@@ -87,8 +87,6 @@ def test_latencies_count_from_the_schedule() -> None:
     late = [request(0, [1000, 1010], due=0, sent=950)]
     assert missed_objectives(late, {"ttft": 100.0}) == {0: ("ttft",)}
     assert missed_objectives(late, {"ttft": 100.0}, since="send") == {0: ()}
-    on_send = attainment(late, {"ttft": 100.0}, duration_s=1, since="send")
-    assert on_send is not None and on_send.met == 1
 
 
 def test_an_answer_of_one_token_meets_any_tpot() -> None:
@@ -102,8 +100,6 @@ def test_the_interval_is_that_of_the_share() -> None:
     assert told is not None
     low, high = proportion_interval(told.met, told.total, 0.95)
     assert told.low <= low < told.share < high <= told.high
-    wider = attainment(records, {"ttft": 100.0}, duration_s=1, confidence=0.999)
-    assert wider is not None and wider.low < told.low and wider.high > told.high
 
 
 def test_requests_that_depend_on_each_other_widen_the_interval() -> None:
