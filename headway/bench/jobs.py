@@ -25,6 +25,7 @@ from headway.bench.session import Session
 from headway.load.errors import BenchError
 from headway.load.measures.compare import compare
 from headway.load.measures.numbers import Summary
+from headway.load.measures.slo import goals_of
 from headway.load.measures.summary import summarise_all
 from headway.load.record import RunResult
 from headway.load.workload.arrivals import make_arrival
@@ -169,8 +170,7 @@ def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = No
 
 
 def _summaries(run: RunResult) -> list[Summary]:
-    of_classes = run.settings.get("goodput_by_class") or None
-    return summarise_all(run, objectives=run.settings.get("goodput") or None, objectives_by_class=of_classes)
+    return summarise_all(run, goals=goals_of(run.settings))
 
 
 def _name(runs: Sequence[RunResult], paths: Sequence[Path]) -> str:

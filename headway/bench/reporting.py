@@ -20,6 +20,7 @@ from headway.bench.report.run_page import report_page
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import Summary
+from headway.load.measures.slo import goals_of
 from headway.load.measures.summary import summarise_all
 from headway.load.record import RunResult
 from headway.report.page import write_page
@@ -92,8 +93,7 @@ class Reporting:
         summaries = summarise_all(
             result,
             percentiles=claims.percentiles,
-            objectives=claims.objectives or None,
-            objectives_by_class=result.settings["goodput_by_class"] or None,
+            goals=goals_of(result.settings),
             price_per_hour=claims.price_per_hour if price is None else price,
         )
         summaries[0].notes.extend(notes)
@@ -114,26 +114,21 @@ class Reporting:
         Returns:
             The JSON file; None where none was asked for.
         """
-        output, claims, (result, summaries) = self.output, self.claims, run
+        output, (result, summaries) = self.output, run
         if not output.save:
             return None
         name = Path(output.result_filename or default_file_name(result))
         if number is not None:
             name = name.with_stem(f"{name.stem}-{number}")
         path = output.result_dir / name
-        by_class = result.settings["goodput_by_class"]
+        goals = goals_of(result.settings)
         values = to_json(
-            result,
-            summaries,
-            percentiles=claims.percentiles,
-            objectives=claims.objectives,
-            objectives_by_class=by_class,
-            save_detailed=output.detailed,
+            result, summaries, percentiles=self.claims.percentiles, goals=goals, save_detailed=output.detailed
         )
         values["headway"] |= more or {}
         write_json(path, values)
         if output.csv:
-            write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
+            write_csv(path.with_suffix(".csv"), result, goals)
         return path
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.bench.result_columns import Count
 from headway.load.measures.latencies import Floats, Integers, Latencies
-from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.measures.slo import Goals, missed_objectives
 from headway.load.measures.throughput import prompt_tokens, whole_run_rates
 from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
@@ -45,8 +45,7 @@ _ERRORS = (
 def vllm_keys(
     result: RunResult,
     percentiles: Sequence[float],
-    objectives: Objectives | None,
-    by_class: Mapping[str, Objectives] | None,
+    goals: Goals,
     date: datetime,
     detailed: bool,
 ) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def vllm_keys(
         "request_rate": "inf" if rate is None or rate == float("inf") else rate,
         "burstiness": settings.get("burstiness", 1.0),
         "max_concurrency": settings.get("max_concurrency"),
-        **_totals(result, objectives, by_class),
+        **_totals(result, goals),
         **_request_lists(result.records),
     }
     for name, latencies in _latencies(result.records).items():
@@ -78,15 +77,13 @@ def model_name(result: RunResult) -> str:
     return str(result.settings.get("model") or result.server.get("model") or "unknown")
 
 
-def _totals(
-    result: RunResult, objectives: Objectives | None, by_class: Mapping[str, Objectives] | None
-) -> dict[str, Any]:
+def _totals(result: RunResult, goals: Goals) -> dict[str, Any]:
     completed = [record for record in result.records if record.ok]
     rates = whole_run_rates(result.records, result.began_ns, result.ended_ns)
     fullest, concurrent = _fullest_second(completed)
     goodput = None
-    if objectives or by_class:
-        missed = missed_objectives(completed, objectives, by_class, since="send")
+    if any(goals.values()):
+        missed = missed_objectives(completed, goals, since="send")
         met = sum(not reasons for reasons in missed.values())
         goodput = met / result.duration_s if result.duration_s > 0 else 0.0
     return {

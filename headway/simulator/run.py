@@ -183,7 +183,7 @@ class Simulation(Runner):
             spec = replace(self.options.workload, seed=self.options.workload.seed + seed)
             load = load_of(spec, self.options.max_concurrency)
             runs.append(self.run_on(deploy, load, f"{replicas} replicas", replicas))
-            return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
+            return outcome_of(runs[-1][0], 0.0)
 
         found = fewest_replicas(probe, self.claims.attainment)
         at_once = isinstance(load_of(self.options.workload, self.options.max_concurrency).spec.arrival, AllAtOnce)

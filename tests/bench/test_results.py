@@ -79,7 +79,7 @@ def test_a_run_comes_back_as_it_was(tmp_path: Path, detailed: bool) -> None:
 @pytest.mark.parametrize("records", [[], [failed(0)], [request(0, [5])]])
 def test_runs_of_nearly_nothing_come_back_too(tmp_path: Path, records: list[RequestRecord]) -> None:
     result = run(records)
-    values = saved(result, tmp_path / "a.json", save_detailed=True, objectives={"ttft": 1.0})
+    values = saved(result, tmp_path / "a.json", save_detailed=True, goals={"": {"ttft": 1.0}})
     assert load_json(tmp_path / "a.json") == result
     assert values["completed"] == sum(record.ok for record in records)
 
@@ -133,7 +133,7 @@ def test_the_keys_hold_what_vllm_bench_serve_would_compute(tmp_path: Path) -> No
         tmp_path / "a.json",
         percentiles=[90],
         save_detailed=True,
-        objectives={"ttft": 150.0, "tpot": 20.0},
+        goals={"": {"ttft": 150.0, "tpot": 20.0}},
     )
     assert (values["date"], values["model_id"], values["num_prompts"]) == ("20260304-050607", "org/tiny", 5)
     assert (values["completed"], values["failed"], values["duration"]) == (4, 1, 10.0)
@@ -343,7 +343,7 @@ def test_the_name_of_the_file_is_one_that_a_file_can_have(tmp_path: Path) -> Non
 
 def test_a_row_for_each_request(tmp_path: Path) -> None:
     result = a_run()
-    write_csv(tmp_path / "r.csv", result, {"e2el": 400.0})
+    write_csv(tmp_path / "r.csv", result, {"": {"e2el": 400.0}})
     rows = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
     assert [int(row["index"]) for row in rows] == list(range(63))
     record, row = result.records[9], rows[9]
