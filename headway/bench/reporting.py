@@ -121,14 +121,11 @@ class Reporting:
         if number is not None:
             name = name.with_stem(f"{name.stem}-{number}")
         path = output.result_dir / name
-        goals = goals_of(result.settings)
-        values = to_json(
-            result, summaries, percentiles=self.claims.percentiles, goals=goals, save_detailed=output.detailed
-        )
+        values = to_json(result, summaries, percentiles=self.claims.percentiles, save_detailed=output.detailed)
         values["headway"] |= more or {}
         write_json(path, values)
         if output.csv:
-            write_csv(path.with_suffix(".csv"), result, goals)
+            write_csv(path.with_suffix(".csv"), result)
         return path
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:

@@ -12,18 +12,18 @@ import numpy as np
 
 from headway.load.measures.latencies import NS_PER_MS, Floats, Latencies
 from headway.load.measures.phases import phases_of
-from headway.load.measures.slo import Goals, missed_objectives
+from headway.load.measures.slo import goals_of, missed_objectives
 from headway.load.record import RequestRecord, RunResult
 from headway.policy.step.ledger import Phase
 
 
-def csv_text(result: RunResult, goals: Goals) -> str:
+def csv_text(result: RunResult) -> str:
     """A head and a row for each request, in order of index; empty where there is no such value.
 
     Seconds count from the run's begin, milliseconds from the send unless the name says otherwise. `met_objectives` is
     1 or 0. `phase_*_ms` are the server's ledger, one column for each phase.
     """
-    columns = _columns(result, missed_objectives(result.records, goals))
+    columns = _columns(result, missed_objectives(result.records, goals_of(result.settings)))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

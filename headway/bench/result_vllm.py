@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.bench.result_columns import Count
 from headway.load.measures.latencies import Floats, Integers, Latencies
-from headway.load.measures.slo import Goals, missed_objectives
+from headway.load.measures.slo import goals_of, missed_objectives
 from headway.load.measures.throughput import prompt_tokens, whole_run_rates
 from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
@@ -42,13 +42,7 @@ _ERRORS = (
 )
 
 
-def vllm_keys(
-    result: RunResult,
-    percentiles: Sequence[float],
-    goals: Goals,
-    date: datetime,
-    detailed: bool,
-) -> dict[str, Any]:
+def vllm_keys(result: RunResult, percentiles: Sequence[float], date: datetime, detailed: bool) -> dict[str, Any]:
     """The object that `vllm bench serve --save-result` writes; `detailed` as with its --save-detailed."""
     settings = result.settings
     rate = settings.get("request_rate")
@@ -65,7 +59,7 @@ def vllm_keys(
         "request_rate": "inf" if rate is None or rate == float("inf") else rate,
         "burstiness": settings.get("burstiness", 1.0),
         "max_concurrency": settings.get("max_concurrency"),
-        **_totals(result, goals),
+        **_totals(result),
         **_request_lists(result.records),
     }
     for name, latencies in _latencies(result.records).items():
@@ -77,12 +71,12 @@ def model_name(result: RunResult) -> str:
     return str(result.settings.get("model") or result.server.get("model") or "unknown")
 
 
-def _totals(result: RunResult, goals: Goals) -> dict[str, Any]:
+def _totals(result: RunResult) -> dict[str, Any]:
     completed = [record for record in result.records if record.ok]
     rates = whole_run_rates(result.records, result.began_ns, result.ended_ns)
     fullest, concurrent = _fullest_second(completed)
     goodput = None
-    if any(goals.values()):
+    if any((goals := goals_of(result.settings)).values()):
         missed = missed_objectives(completed, goals, since="send")
         met = sum(not reasons for reasons in missed.values())
         goodput = met / result.duration_s if result.duration_s > 0 else 0.0
