@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.bench.interrupts import Interrupted, interruptible
-from headway.bench.options import Claims, Output
+from headway.bench.options import BenchOptions, Output
 from headway.bench.report import verdict
 from headway.bench.report.console import print_brief, print_summary
 from headway.bench.report.run_page import report_page
@@ -68,8 +68,8 @@ class Reporting:
     title: str | None = None
     keeps_probes = True  # those of a search; False where they cost nothing to repeat
 
-    def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        self.claims, self.output = claims, output
+    def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
+        self.options, self.claims, self.output = options, options.claims, options.output
         self.stop, self.out, self.progress = stop, out, progress
 
     @contextlib.contextmanager

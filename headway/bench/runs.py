@@ -114,10 +114,6 @@ def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
 class Runner(Reporting, ABC):
     """Carries out one run after another, and keeps what comes of them. Arguments as those of Reporting."""
 
-    def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        super().__init__(options.claims, options.output, stop, out, progress)
-        self.options = options
-
     @abstractmethod
     async def run(self, load: Load, label: str = "") -> Run:
         """One run, from prompts to numbers.

@@ -80,8 +80,7 @@ class ServerSweep(Reporting):
     """
 
     def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        super().__init__(options.claims, options.output, stop, out, progress)
-        self.options = options
+        super().__init__(options, stop, out, progress)
         about = _about(options)
         digest = hashlib.sha256(repr(about).encode()).hexdigest()[:8]
         self.folder = options.output.result_dir / f"sweep-{digest}"
