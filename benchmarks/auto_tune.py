@@ -27,9 +27,9 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, heading, save
 from benchmarks.regret import Jittered, _off
+from benchmarks.tuned_server import TunedServer
 from headway.advisor.online.traffic import GOOD_ENOUGH
 from headway.advisor.online.tuner import S
-from headway.advisor.online.virtual import TunedServer
 from headway.advisor.tuning.race import FAILED, attainment, loss
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.bounds import Bounds

@@ -273,7 +273,7 @@ def workload(arguments: argparse.Namespace, requests: Path, folder: Path) -> lis
 def figures(result: Path, ttft_ms: float) -> dict[str, float]:
     """What clients saw, of a result of `headway bench` or `headway simulate`."""
     run = load_json(result)
-    missed = missed_objectives(run.records, {"ttft": ttft_ms})
+    missed = missed_objectives(run.records, {"": {"ttft": ttft_ms}})
     first = sorted((each.chunk_ns[0] - each.scheduled_ns) / 1e6 for each in run.records if each.chunk_ns)
     quantiles = statistics.quantiles(first, n=100, method="inclusive")
     met = sum(not reasons for reasons in missed.values()) / len(run.records)

@@ -146,7 +146,7 @@ def stretch(server: Server, arguments: argparse.Namespace, mix: Path, seed: int,
     """Interactive requests for a while, with or without a batch behind them."""
     with Watch(server.url, batch) as watch:
         ran = put(server, ["--mix", str(mix)], arguments.shape, arguments.seconds, seed)
-    missed = missed_objectives(ran.records, None, OBJECTIVES)
+    missed = missed_objectives(ran.records, OBJECTIVES)
     met = [record for record in ran.records if missed.get(record.index) == ()]
     began = ran.began_ns / 1e9
     offline, busy = watch.rates(began, began + arguments.seconds)

@@ -36,7 +36,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.machine import about, own_file, save
-from headway.bench.client.load import LoadOutcome, run_load
+from headway.bench.client.load import LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.load.endpoint import Endpoint
 from headway.load.request import PlannedRequest, Prompt
@@ -79,7 +79,7 @@ def load(
 
     async def measure() -> LoadOutcome:
         async with client_for(kind, url, keep_text) as client:
-            return await run_load(client, requests, warm_ups=warm_ups, sockets=client.busy_sockets, **options)
+            return await run_load(client, requests, Pace(**options), warm_ups=warm_ups, sockets=client.busy_sockets)
 
     outcome = uvloop.run(measure())
     if outcome.gave_up:

@@ -144,7 +144,7 @@ def figures(run: RunResult, seconds: float) -> dict[str, float]:
 
     Rates are of the time in which requests came: what a server still does when no more come is no merit of its.
     """
-    missed = missed_objectives(run.records, None, run.settings["goodput_by_class"])
+    missed = missed_objectives(run.records, run.settings["goodput_by_class"])
     names = list(run.settings["goodput_by_class"])
     found = {GOODPUT: sum(not reasons for reasons in missed.values()) / seconds}
     for name in names:

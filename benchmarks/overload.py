@@ -94,7 +94,7 @@ def is_refused(record: RequestRecord) -> bool:
 
 
 def figures(run: RunResult, offered: float, seconds: float, memory_mb: float) -> Figures:
-    missed = missed_objectives(run.records, None, run.settings["goodput_by_class"])
+    missed = missed_objectives(run.records, run.settings["goodput_by_class"])
     answered = [record for record in run.records if record.ok]
     refused = [record for record in run.records if is_refused(record)]
     met = [record for record in answered if missed.get(record.index) == ()]

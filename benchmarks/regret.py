@@ -32,7 +32,7 @@ from benchmarks.machine import RESULTS, heading, save
 from headway.advisor.tuning.candidates import BUDGETS, POLICIES, STALLS_MS
 from headway.advisor.tuning.options import TuneOptions
 from headway.advisor.tuning.race import distances, loss
-from headway.advisor.tuning.subjects import LEARN_SEEDS, Records
+from headway.advisor.tuning.subjects import LEARN_SEEDS, Records, Subject
 from headway.advisor.tuning.tune import Tuned, Tuner
 from headway.bench.journal import Journal
 from headway.bench.options import Claims
@@ -107,8 +107,8 @@ class Jittered:
         return StepTimes(exact.launched_ns, exact.computed_ns + more_ns, exact.sampled_ns + more_ns)
 
 
-class Simulated:
-    """A Subject of the tuner: what it measures is the truth with noise, and what it simulates is off.
+class Simulated(Subject):
+    """What it measures is the truth with noise, and what it simulates is off.
 
     Args:
         number: of the repeat; it decides what the cost model is off by.

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
-from headway.cli import deploy, serve
+from headway.cli import command_of
 from headway.gateway.deployed.file import read_deploy_file
 from headway.server.edge.edge import OPEN_PATHS
 from headway.server.settings import ServerSettings
@@ -24,7 +23,7 @@ MANIFESTS = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubern
 
 def check_options(words: list[str]) -> None:
     """That `headway serve` takes them."""
-    context = typer.main.get_command(serve.app).make_context("serve", list(words), resilient_parsing=True)
+    context = command_of("serve").make_context("serve", list(words), resilient_parsing=True)
     assert context.params["model"], words
 
 
@@ -82,7 +81,7 @@ def test_the_job_of_ray_deploys_a_file_that_is_read(tmp_path: Path) -> None:
     (deployment,) = read_deploy_file(str(path)).deployments
     job = found["RayJob"]["spec"]
     program, name, *words = shlex.split(job["entrypoint"])
-    context = typer.main.get_command(deploy.app).make_context(name, list(words), resilient_parsing=True)
+    context = command_of("deploy").make_context(name, list(words), resilient_parsing=True)
     assert program == "headway" and context.params["address"] == "auto" and not context.args
     head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     volumes = {each["name"]: each["configMap"]["name"] for each in head["volumes"]}

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway import replay
-from headway.cli.replay import app
+from headway.cli.replay import replay as app
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
 from headway.policy.step.request import FinishReason
 from tests.server.browser import LOOKS, Browser, browser, keep, missing

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.cli.top import app
+from headway.cli.top import top as app
 from headway.top import TopError, View, fetch, quantile, snapshot
 
 # As their documentation and sources name them.

@@ -12,8 +12,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from headway.advisor.doctor import notes
-from headway.advisor.evidence import ACCEPTED, DRAFTED, HITS, PREEMPTIONS, QUERIES, Evidence, median
+from headway.advisor.evidence import ACCEPTED, DRAFTED, Evidence, median
 from headway.advisor.pitfalls import FEW_ACCEPTED, FEW_DRAFTS
+from headway.load.measures.server_metrics import HITS, PREEMPTIONS, QUERIES
 from headway.report.style import number
 
 ENOUGH = 20  # answered requests, for percentiles
@@ -37,6 +38,9 @@ class Verdict:
     figure: str
 
 
+Measure = Callable[[Evidence], Verdict]
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A box of the checklist, numbered from 1.
@@ -48,8 +52,21 @@ class Box:
 
     number: int
     title: str
-    measure: Callable[[Evidence], Verdict]
+    measure: Measure
     advice: str
+
+
+BOXES: list[Box] = []
+
+
+def _box(title: str, advice: str) -> Callable[[Measure], Measure]:
+    """Make the function below the measure of the next box."""
+
+    def numbered(measure: Measure) -> Measure:
+        BOXES.append(Box(len(BOXES) + 1, title, measure, advice))
+        return measure
+
+    return numbered
 
 
 def checked(evidence: Evidence) -> list[tuple[Box, Verdict]]:
@@ -57,6 +74,10 @@ def checked(evidence: Evidence) -> list[tuple[Box, Verdict]]:
     return [(box, box.measure(evidence)) for box in BOXES]
 
 
+@_box(
+    "Baseline of TTFT, time between tokens and TTLT, with percentiles",
+    "run headway bench with the load that you expect, and keep its result",
+)
 def _baseline(evidence: Evidence) -> Verdict:
     stages = [evidence.alone, evidence.crowd]
     ttft = [value for stage in stages for value in stage.ttft_ms]
@@ -72,6 +93,10 @@ def _percentiles(values: list[float]) -> str:
     return ", ".join(number(float(value)) for value in np.percentile(values, (50, 90, 99)))
 
 
+@_box(
+    "Kernels of attention and decoding near what the hardware allows",
+    "use the engine's build for this hardware; headway calibrate tells Headway the roofline",
+)
 def _kernels(evidence: Evidence) -> Verdict:
     short, long = median(evidence.alone.ttft_ms), median(evidence.first.ttft_ms)
     step, lengths = evidence.alone.tpot_ms, evidence.lengths
@@ -90,6 +115,10 @@ def _kernels(evidence: Evidence) -> Verdict:
     return Verdict(growth <= LINEAR and far <= NEAR, said)
 
 
+@_box(
+    "Steps follow each other without gaps of the host",
+    "capture decode steps as graphs (leave out --enforce-eager); let client and proxies run on other cores",
+)
 def _graphs(evidence: Evidence) -> Verdict:
     lost = evidence.crowd.phases_ms(*HOST)
     whole = median([(each.end_ns - each.sent_ns) / 1e6 for each in evidence.crowd.answered])
@@ -100,6 +129,10 @@ def _graphs(evidence: Evidence) -> Verdict:
     )
 
 
+@_box(
+    "Continuous batching, with a window for each class",
+    "serve with classes (--service-classes), or put headway gateway in front",
+)
 def _batching(evidence: Evidence) -> Verdict:
     ends = [record.chunk_ns[-1] for record in evidence.beside.answered]
     joined = sum(record.chunk_ns[0] < max(ends) for record in evidence.prompts.answered) if ends else 0
@@ -109,6 +142,7 @@ def _batching(evidence: Evidence) -> Verdict:
     return Verdict(bool(sent) and joined >= 0.5 * sent and len(classes) > 1, said)
 
 
+@_box("Prompt cache on, hit rate known", "start the server with prefix caching; put what all prompts share first")
 def _prefix(evidence: Evidence) -> Verdict:
     found, sent = evidence.again.cached_tokens, evidence.lengths[1] * len(evidence.again.answered)
     if not sent or found is None:
@@ -119,6 +153,10 @@ def _prefix(evidence: Evidence) -> Verdict:
     return Verdict(found >= 0.5 * sent and hits is not None, said)
 
 
+@_box(
+    "Paging, preemption and eviction of the KV cache counted",
+    "start the server with its metrics (llama-server --metrics)",
+)
 def _paging(evidence: Evidence) -> Verdict:
     used = evidence.gauges.get("kv_cache_usage")
     preempted = evidence.total(PREEMPTIONS)
@@ -129,10 +167,18 @@ def _paging(evidence: Evidence) -> Verdict:
     return Verdict(used > 0, f"up to {used:.1%} of the KV cache was in use; {told} since its start")
 
 
+@_box(
+    "Quantisation and shared KV heads compared by quality",
+    "evaluate your own task with each format, and keep the result with the deployment",
+)
 def _quality(evidence: Evidence) -> Verdict:
     return Verdict(False, "nothing at an endpoint tells that its formats were compared by an evaluation")
 
 
+@_box(
+    "Speculative decoding tuned, acceptance known",
+    "try drafts with your own texts; headway plan levers says from which acceptance on they pay",
+)
 def _drafts(evidence: Evidence) -> Verdict:
     tried, accepted = evidence.total(DRAFTED), evidence.total(ACCEPTED)
     if not tried or accepted is None:
@@ -141,6 +187,10 @@ def _drafts(evidence: Evidence) -> Verdict:
     return Verdict(tried >= FEW_DRAFTS and accepted >= FEW_ACCEPTED * tried, said)
 
 
+@_box(
+    "Requests routed by objectives, tenants held to limits",
+    "give --service-classes and --tenants, or put headway gateway in front",
+)
 def _objectives(evidence: Evidence) -> Verdict:
     judged = None if evidence.counted is None else evidence.counted.total(("class_objectives_total",))
     limits = ", ".join(f"{name} {value}" for name, value in sorted(evidence.limits.items()))
@@ -148,6 +198,10 @@ def _objectives(evidence: Evidence) -> Verdict:
     return Verdict(bool(judged and limits), f"{said}; {limits or 'answers tell no limit of a tenant'}")
 
 
+@_box(
+    "Dashboards and traces for those on call",
+    "scrape /metrics, import a dashboard (headway dashboard), and send traces to a collector",
+)
 def _telemetry(evidence: Evidence) -> Verdict:
     missing = [name for name in DASHBOARD if name not in evidence.metrics]
     traced = evidence.traced_steps
@@ -155,70 +209,6 @@ def _telemetry(evidence: Evidence) -> Verdict:
     said += f" and lacks {', '.join(missing)}" if evidence.metrics and missing else ""
     told = "no trace can be had" if not traced else f"a trace has its last {traced} steps"
     return Verdict(bool(evidence.metrics and not missing and traced), f"{said}; {told}")
-
-
-BOXES = (
-    Box(
-        1,
-        "Baseline of TTFT, time between tokens and TTLT, with percentiles",
-        _baseline,
-        "run headway bench with the load that you expect, and keep its result",
-    ),
-    Box(
-        2,
-        "Kernels of attention and decoding near what the hardware allows",
-        _kernels,
-        "use the engine's build for this hardware; headway calibrate tells Headway the roofline",
-    ),
-    Box(
-        3,
-        "Steps follow each other without gaps of the host",
-        _graphs,
-        "capture decode steps as graphs (leave out --enforce-eager); let client and proxies run on other cores",
-    ),
-    Box(
-        4,
-        "Continuous batching, with a window for each class",
-        _batching,
-        "serve with classes (--service-classes), or put headway gateway in front",
-    ),
-    Box(
-        5,
-        "Prompt cache on, hit rate known",
-        _prefix,
-        "start the server with prefix caching; put what all prompts share first",
-    ),
-    Box(
-        6,
-        "Paging, preemption and eviction of the KV cache counted",
-        _paging,
-        "start the server with its metrics (llama-server --metrics)",
-    ),
-    Box(
-        7,
-        "Quantisation and shared KV heads compared by quality",
-        _quality,
-        "evaluate your own task with each format, and keep the result with the deployment",
-    ),
-    Box(
-        8,
-        "Speculative decoding tuned, acceptance known",
-        _drafts,
-        "try drafts with your own texts; headway plan levers says from which acceptance on they pay",
-    ),
-    Box(
-        9,
-        "Requests routed by objectives, tenants held to limits",
-        _objectives,
-        "give --service-classes and --tenants, or put headway gateway in front",
-    ),
-    Box(
-        10,
-        "Dashboards and traces for those on call",
-        _telemetry,
-        "scrape /metrics, import a dashboard (headway dashboard), and send traces to a collector",
-    ),
-)
 
 
 def print_checklist(url: str, evidence: Evidence, console: Console) -> None:

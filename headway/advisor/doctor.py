@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -108,28 +109,16 @@ def as_object(url: str, evidence: Evidence, found: Sequence[Finding]) -> dict[st
 
 
 def _as_object(finding: Finding) -> dict[str, Any]:
-    lever = finding.lever
+    lever, gain = finding.lever, finding.gain
     return {
         "key": lever.key,
         "title": lever.title,
         "signal": lever.signal,
         "confidence": finding.confidence,
         "evidence": list(finding.evidence),
-        "gain": None if finding.gain is None else _gain(finding.gain),
+        "gain": gain and asdict(gain) | {"times": gain.times, "range": list(gain.bar)},
         "changes": [change.as_json() for change in finding.changes],
         "advice": lever.advised(finding.kind),
         "verify": lever.verify,
         "lever": lever.planned or None,
-    }
-
-
-def _gain(gain: Gain) -> dict[str, Any]:
-    return {
-        "figure": gain.figure,
-        "now_ms": gain.now_ms,
-        "then_ms": gain.then_ms,
-        "low_ms": gain.low_ms,
-        "high_ms": gain.high_ms,
-        "times": gain.times,
-        "range": list(gain.bar),
     }

@@ -9,17 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.advisor.machine import MachineLook
-from headway.load.measures.server_metrics import Increase, parse_metrics
+from headway.load.measures.server_metrics import HITS, Increase, parse_metrics
 from headway.load.record import RequestRecord
 
 MS = 1e-6  # milliseconds of a nanosecond
 # Names of metrics that the advisor looks for, of Headway, vLLM, SGLang and llama.cpp.
 DRAFTED = ("spec_decode_num_draft_tokens_total",)
 ACCEPTED = ("spec_decode_num_accepted_tokens_total",)
-PREEMPTIONS = ("num_preemptions_total", "num_retracted_requests_total")
-HITS = ("prefix_cache_hits_total", "cached_tokens_total")
-QUERIES = ("prefix_cache_queries_total", "prompt_tokens_total")
-
 USUAL = {
     "ttft": ("time_to_first_token_seconds",),
     "tpot": ("request_time_per_output_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),

@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headway.advisor.evidence import ACCEPTED, DRAFTED, HITS, MS, PREEMPTIONS, QUERIES, Evidence, Stage, median
+from headway.advisor.evidence import ACCEPTED, DRAFTED, MS, Evidence, Stage, median
 from headway.advisor.playbook import BY_KEY, Lever
 from headway.changes import Change
+from headway.load.measures.server_metrics import HITS, PREEMPTIONS, QUERIES
 
 GIB = 2**30
 # Below these nothing is found: a share of a figure, and its milliseconds.

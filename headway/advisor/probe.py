@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from headway.advisor import machine
 from headway.advisor.evidence import Evidence, Stage, increase, median
 from headway.bench.client.asker import Asker
-from headway.bench.client.load import LoadMode, run_load
+from headway.bench.client.load import LoadMode, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.request_body import BodyBuilder
 from headway.bench.client.serving_process import serving_family
@@ -169,9 +169,7 @@ class _Probe:
             return Stage([])
         before = await self._scrape()
         mode = LoadMode.OPEN if at_once is None else LoadMode.CLOSED
-        outcome = await run_load(
-            self._client, requests, mode=mode, max_concurrency=at_once, drain_s=left_s, grace_s=0.0
-        )
+        outcome = await run_load(self._client, requests, Pace(mode, at_once, drain_s=left_s, grace_s=0.0))
         return Stage(outcome.records, increase(before, await self._scrape()))
 
     def _request(self, index: int, tokens: int, answer: int, arrival_s: float | None = None) -> PlannedRequest:
@@ -200,10 +198,7 @@ class _Probe:
 
     async def _scrape(self) -> str:
         """The text of /metrics; "" where it cannot be had."""
-        if not self._session.server.metrics:
-            return ""
-        reply = await self._asker.look("GET", "/metrics")
-        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
+        return await self._asker.metrics() if self._session.server.metrics else ""
 
     @contextlib.asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:

@@ -1,9 +1,11 @@
-"""What `headway bench` does: one run, a sweep, or a search."""
+"""What `headway bench` does: one run, a sweep, a search, or a comparison of runs."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -13,13 +15,21 @@ from headway.bench.max_rate import search
 from headway.bench.options import BenchOptions
 from headway.bench.repeats import repeat
 from headway.bench.report import verdict
-from headway.bench.report.console import print_runs
+from headway.bench.report.console import print_comparison, print_runs
+from headway.bench.report.run_page import comparison_page
 from headway.bench.reporting import INTERRUPTED, NOT_VALID, Run, check_places
+from headway.bench.results import load_json
 from headway.bench.runs import Bench, Runner, is_made_up, load_name, load_of, sweep_loads
 from headway.bench.server_sweep import ServerSweep, check
 from headway.bench.session import Session
 from headway.load.errors import BenchError
+from headway.load.measures.compare import compare
+from headway.load.measures.numbers import Summary
+from headway.load.measures.slo import goals_of
+from headway.load.measures.summary import summarise_all
+from headway.load.record import RunResult
 from headway.load.workload.arrivals import make_arrival
+from headway.report.page import write_page
 
 
 def run_job(options: BenchOptions) -> int:
@@ -81,8 +91,8 @@ async def carry_out(bench: Runner) -> int:
 
 async def _single(bench: Runner) -> int:
     run = await bench.run(load_of(bench.options.workload, bench.options.max_concurrency))
-    bench.print(*run)
-    bench.save(*run)
+    bench.print(run)
+    bench.save(run)
     bench.report([run])
     return bench.exit_code([run])
 
@@ -109,8 +119,8 @@ async def _sweep(bench: Runner) -> int:
             lost = True
             break
         if bench.output.verbose:
-            bench.print(*run)
-        bench.save(*run, number=number)
+            bench.print(run)
+        bench.save(run, number)
         bench.out.print(Text(f"{load_name(load)}: {verdict.headline(*run)}"))
         runs.append(run)
         if "ended_early" in run[0].settings:
@@ -130,3 +140,40 @@ def with_arrivals(options: BenchOptions) -> BenchOptions:
         flags = dataclasses.replace(flags, request_rate=sweep.values[0])  # the process is made with it, then for each
     arrival = make_arrival(flags, None if spec.mix else spec.dataset_name)
     return dataclasses.replace(options, workload=dataclasses.replace(spec, arrival=arrival))
+
+
+def compare_files(a: Sequence[Path], b: Sequence[Path], report: Path | None = None) -> None:
+    """Print how the runs of b differ from those of a, and write a report where one is wanted: it shows the first run
+    of either side in full.
+
+    Args:
+        a, b: results of one run, or of three and more, on either side.
+
+    Raises:
+        BenchError: a file cannot be read, or the runs cannot be compared.
+    """
+    for paths in (a, b):
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise BenchError(f"a file is given twice in {','.join(map(str, paths))}; name each run once")
+    sides = [[load_json(path) for path in paths] for paths in (a, b)]
+    names = [_name(runs, paths) for runs, paths in zip(sides, (a, b), strict=True)]
+    if names[0] == names[1]:
+        names = [str(a[0]), str(b[0]) if a[0] != b[0] else f"{b[0]} again"]
+    comparison = compare(*sides)
+    out = Console()
+    print_comparison(out, comparison, *names)
+    if report is None:
+        return
+    shown = {name: (runs[0], _summaries(runs[0])) for name, runs in zip(names, sides, strict=True)}
+    written = write_page(report, comparison_page(comparison, shown))
+    out.print(Text(f"Report: {written[0]}", style="dim"), soft_wrap=True)
+
+
+def _summaries(run: RunResult) -> list[Summary]:
+    return summarise_all(run, goals=goals_of(run.settings))
+
+
+def _name(runs: Sequence[RunResult], paths: Sequence[Path]) -> str:
+    label = runs[0].settings.get("label")
+    name = str(label) if label else paths[0].stem
+    return name if len(runs) == 1 else f"{name} and {len(runs) - 1} more"

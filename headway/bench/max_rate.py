@@ -19,7 +19,7 @@ from headway.bench.reporting import NOT_VALID, Run
 from headway.bench.runs import RATED, Load, Runner, at_rate
 from headway.load.errors import BenchError
 from headway.load.measures.search import SearchOptions, SearchResult, Stop, find_max_rate
-from headway.load.measures.slo import slowness
+from headway.load.measures.slo import goals_of, slowness
 from headway.load.measures.steady import falls_behind
 from headway.load.measures.trials import ProbeOutcome, Trial
 from headway.load.record import RunResult
@@ -77,13 +77,13 @@ def has_objectives(claims: Claims, workload: WorkloadSpec) -> bool:
     return any([claims.objectives, *of_classes])
 
 
-def outcome_of(result: RunResult, rate: float, objectives: dict[str, float]) -> ProbeOutcome:
+def outcome_of(result: RunResult, rate: float) -> ProbeOutcome:
     """What a run says of how far objectives are met."""
     behind = falls_behind(result.records)
     doubts = ["it was interrupted"] if result.interrupted else []
     return ProbeOutcome(
         rate=rate,
-        slowness=slowness(result.records, objectives, result.settings["goodput_by_class"] or None),
+        slowness=slowness(result.records, goals_of(result.settings)),
         steady=not behind,
         valid=not doubts,
         reason="; ".join([*doubts, *([behind] if behind else [])]),
@@ -137,11 +137,11 @@ class Prober:
         self._made += 1
         self.runs.append(run)
         self._rates.append(rate)
-        if self.bench.keeps_probes and (path := self.bench.write(*run, number=len(self.runs))):
+        if self.bench.keeps_probes and (path := self.bench.write(run, len(self.runs))):
             self._paths.append(path)
         result = run[0]
         return dataclasses.replace(
-            outcome_of(result, rate, options.claims.objectives),
+            outcome_of(result, rate),
             offered=not result.client.bound,
             client="; ".join(result.client.reasons) or self._client_delays(run),
         )
@@ -151,7 +151,7 @@ class Prober:
         result, summaries = run
         if not result.records:
             return ""
-        limits = [self.bench.options.claims.objectives, *result.settings["goodput_by_class"].values()]
+        limits = goals_of(result.settings).values()
         judged = {verdict.METRIC_NAMES[f"{name}_ms"] for each in limits for name in each}
         found = [name for name in verdict.spoilt_figures(summaries) if name.split()[0] in judged]
         return f"its own delays may be more than 10 % of {', '.join(found)}" if found else ""
@@ -165,7 +165,7 @@ class Prober:
             return
         at = [place for place, rate in enumerate(self._rates) if rate in (found.rate, found.likely)]
         if self.runs:
-            self.bench.save(*self.runs[at[-1] if at else -1], more={"search": search_json(found)})
+            self.bench.save(self.runs[at[-1] if at else -1], more={"search": search_json(found)})
 
     def say(self, trial: Trial) -> None:
         if not (self.bench.keeps_probes or self.bench.output.verbose):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.bench.pareto_options import ParetoOptions
+from headway.bench.options import ParetoOptions
 from headway.bench.report.views import load_of, steady_or_whole
 from headway.bench.results import load_json
 from headway.load.errors import BenchError

@@ -93,7 +93,7 @@ async def repeat(bench: Runner) -> int:
         runs.append(run)
         found = of_runs(runs, options.repeat_until)
         more = {"repeats": {each.key: {**dataclasses.asdict(each), "mean": each.mean} for each in found if each.values}}
-        bench.save(*run, number=at + 1, more=more)
+        bench.save(run, at + 1, more)
         bench.out.print(Text(f"run {at + 1}: {verdict.headline(*run)}"))
         done = all(each.is_narrow for each in found)
         if done or bench.stop.is_set() or "ended_early" in run[0].settings:

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.bench.interrupts import Interrupted, interruptible
-from headway.bench.options import Claims, Output
+from headway.bench.options import BenchOptions, Output
 from headway.bench.report import verdict
 from headway.bench.report.console import print_brief, print_summary
 from headway.bench.report.run_page import report_page
 from headway.bench.results import default_file_name, to_json, write_csv, write_json
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import Summary
+from headway.load.measures.slo import goals_of
 from headway.load.measures.summary import summarise_all
 from headway.load.record import RunResult
-from headway.load.workload.build import Workload
 from headway.report.page import write_page
 from headway.report.parts import Section
 
@@ -68,8 +68,8 @@ class Reporting:
     title: str | None = None
     keeps_probes = True  # those of a search; False where they cost nothing to repeat
 
-    def __init__(self, claims: Claims, output: Output, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        self.claims, self.output = claims, output
+    def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
+        self.options, self.claims, self.output = options, options.claims, options.output
         self.stop, self.out, self.progress = stop, out, progress
 
     @contextlib.contextmanager
@@ -82,41 +82,29 @@ class Reporting:
             self.stop.set()
             raise
 
-    def summarise(self, result: RunResult, workload: Workload, price_per_hour: float | None = None) -> list[Summary]:
+    def summarise(self, result: RunResult, notes: Sequence[str] = (), price: float | None = None) -> list[Summary]:
         """The numbers of a run.
 
         Args:
-            price_per_hour: the price of all servers; None is that of the claims.
+            notes: those of its workload.
+            price: of all servers in an hour; None is that of the claims.
         """
         claims = self.claims
         summaries = summarise_all(
             result,
             percentiles=claims.percentiles,
-            objectives=claims.objectives or None,
-            objectives_by_class=workload.classes or None,
-            price_per_hour=claims.price_per_hour if price_per_hour is None else price_per_hour,
+            goals=goals_of(result.settings),
+            price_per_hour=claims.price_per_hour if price is None else price,
         )
-        summaries[0].notes.extend(workload.notes)
+        summaries[0].notes.extend(notes)
         return summaries
 
-    def save(
-        self,
-        result: RunResult,
-        summaries: Sequence[Summary],
-        number: int | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> None:
+    def save(self, run: Run, number: int | None = None, more: Mapping[str, Any] | None = None) -> None:
         """Write the files of one run that were asked for, and say where. Arguments are those of `write`."""
-        if path := self.write(result, summaries, number, more):
+        if path := self.write(run, number, more):
             self.out.print(Text(f"Result: {path}", style="dim"), soft_wrap=True)
 
-    def write(
-        self,
-        result: RunResult,
-        summaries: Sequence[Summary],
-        number: int | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> Path | None:
+    def write(self, run: Run, number: int | None = None, more: Mapping[str, Any] | None = None) -> Path | None:
         """Write the files of one run that were asked for.
 
         Args:
@@ -126,26 +114,18 @@ class Reporting:
         Returns:
             The JSON file; None where none was asked for.
         """
-        output, claims = self.output, self.claims
+        output, (result, summaries) = self.output, run
         if not output.save:
             return None
         name = Path(output.result_filename or default_file_name(result))
         if number is not None:
             name = name.with_stem(f"{name.stem}-{number}")
         path = output.result_dir / name
-        by_class = result.settings["goodput_by_class"]
-        values = to_json(
-            result,
-            summaries,
-            percentiles=claims.percentiles,
-            objectives=claims.objectives,
-            objectives_by_class=by_class,
-            save_detailed=output.detailed,
-        )
+        values = to_json(result, summaries, percentiles=self.claims.percentiles, save_detailed=output.detailed)
         values["headway"] |= more or {}
         write_json(path, values)
         if output.csv:
-            write_csv(path.with_suffix(".csv"), result, claims.objectives, by_class)
+            write_csv(path.with_suffix(".csv"), result)
         return path
 
     def report(self, runs: Sequence[Run], extra: Sequence[Section] = ()) -> None:
@@ -161,9 +141,8 @@ class Reporting:
             return
         self.out.print(Text(f"Report: {path}", style="dim"), soft_wrap=True)
 
-    def print(self, result: RunResult, summaries: Sequence[Summary]) -> None:
-        show = print_summary if self.output.verbose else print_brief
-        show(self.out, result, summaries, self.claims)
+    def print(self, run: Run) -> None:
+        (print_summary if self.output.verbose else print_brief)(self.out, *run, self.claims)
 
     def exit_code(self, runs: Sequence[Run]) -> int:
         if self.stop.is_set():

@@ -5,143 +5,95 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from headway.load.measures.latencies import NS_PER_MS, Floats, Latencies
 from headway.load.measures.phases import phases_of
-from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.measures.slo import goals_of, missed_objectives
 from headway.load.record import RequestRecord, RunResult
 from headway.policy.step.ledger import Phase
 
-COLUMNS = (
-    "index",
-    "class",
-    "scheduled_s",
-    "sent_s",
-    "start_lag_ms",
-    "connect_ms",
-    "headers_ms",
-    "ttft_ms",
-    "ttft_from_schedule_ms",
-    "tpot_ms",
-    "itl_max_ms",
-    "e2el_ms",
-    "e2el_from_schedule_ms",
-    "normalized_latency_ms",
-    "prompt_tokens",
-    "output_tokens",
-    "cached_tokens",
-    "planned_prompt_tokens",
-    "planned_output_tokens",
-    "chunks",
-    "finish_reason",
-    "resent",
-    "failure",
-    "status",
-    "message",
-    "met_objectives",
-    "missed",
-    "server_e2e_ms",
-    "server_ttft_ms",
-    "server_preemptions",
-    "tenant",
-)
 
-
-def csv_text(
-    result: RunResult, objectives: Objectives | None = None, by_class: Mapping[str, Objectives] | None = None
-) -> str:
+def csv_text(result: RunResult) -> str:
     """A head and a row for each request, in order of index; empty where there is no such value.
 
     Seconds count from the run's begin, milliseconds from the send unless the name says otherwise. `met_objectives` is
     1 or 0. `phase_*_ms` are the server's ledger, one column for each phase.
     """
-    missed = missed_objectives(result.records, objectives, by_class)
-    latencies = Latencies.of(result.records)
-    columns = _latency_columns(latencies)
-    position_of = {record.index: position for position, record in enumerate(latencies.records)}
-    unknown = {name for record in result.records for name in phases_of(record) or ()} - {str(name) for name in Phase}
-    phases = [*(str(phase) for phase in Phase), *sorted(unknown)]
-    head = (*COLUMNS, *(f"phase_{name}_ms" for name in phases))
+    columns = _columns(result, missed_objectives(result.records, goals_of(result.settings)))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
+    writer.writerow(columns)
     for record in sorted(result.records, key=lambda record: record.index):
-        values = _request(record, result.began_ns) | _outcome(record, missed.get(record.index))
-        if (position := position_of.get(record.index)) is not None:
-            values |= {name: float(of_all[position]) for name, of_all in columns.items()}
-        values |= _server(record, phases)
-        writer.writerow([_cell(values.get(name)) for name in head])
+        writer.writerow([_cell(value_of(record)) for value_of in columns.values()])
     return text.getvalue()
 
 
-def _request(record: RequestRecord, began_ns: int) -> dict[str, object]:
-    def after_s(ns: int) -> float | None:
-        return (ns - began_ns) / 1e9 if ns else None
+def _columns(result: RunResult, missed: Mapping[int, tuple[str, ...]]) -> dict[str, Callable[[RequestRecord], object]]:
+    """What each column has of a request."""
+    latencies = Latencies.of(result.records)
+    place = {record.index: at for at, record in enumerate(latencies.records)}
+    longest = np.full(len(place), np.nan)
+    np.fmax.at(longest, latencies.itl_request, latencies.itl_ms)
+    ledgers = {record.index: found for record in result.records if (found := phases_of(record)) is not None}
+    phases = [str(phase) for phase in Phase]
+    phases += sorted({name for ledger in ledgers.values() for name in ledger} - set(phases))
 
-    def since_send_ms(ns: int) -> float | None:
+    def measured(values: Floats) -> Callable[[RequestRecord], object]:
+        return lambda r: float(values[place[r.index]]) if r.index in place else None
+
+    def after_s(ns: int) -> float | None:
+        return (ns - result.began_ns) / 1e9 if ns else None
+
+    def since_send_ms(record: RequestRecord, ns: int) -> float | None:
         return (ns - record.sent_ns) / NS_PER_MS if ns and record.sent_ns else None
 
+    def told(record: RequestRecord, key: str) -> Any:
+        return (record.timings or {}).get(key) if record.index in ledgers else None
+
+    def told_ms(key: str) -> Callable[[RequestRecord], object]:
+        return lambda r: ns / NS_PER_MS if isinstance(ns := told(r, key), int) else None
+
+    def phase_ms(name: str) -> Callable[[RequestRecord], object]:
+        return lambda r: ledgers[r.index].get(name, 0) / NS_PER_MS if r.index in ledgers else None
+
     return {
-        "index": record.index,
-        "class": record.class_name,
-        "scheduled_s": after_s(record.scheduled_ns),
-        "sent_s": after_s(record.sent_ns),
-        "start_lag_ms": (record.sent_ns - record.scheduled_ns) / NS_PER_MS if record.sent_ns else None,
-        "connect_ms": since_send_ms(record.connected_ns),
-        "headers_ms": since_send_ms(record.headers_ns),
-        "prompt_tokens": record.prompt_tokens,
-        "output_tokens": record.output_tokens,
-        "cached_tokens": record.cached_tokens,
-        "planned_prompt_tokens": record.planned_prompt_tokens,
-        "planned_output_tokens": record.planned_output_tokens,
-        "chunks": len(record.chunk_ns),
-        "finish_reason": record.finish_reason,
-        "resent": record.resent,
-        "tenant": record.tenant,
+        "index": lambda r: r.index,
+        "class": lambda r: r.class_name,
+        "scheduled_s": lambda r: after_s(r.scheduled_ns),
+        "sent_s": lambda r: after_s(r.sent_ns),
+        "start_lag_ms": lambda r: (r.sent_ns - r.scheduled_ns) / NS_PER_MS if r.sent_ns else None,
+        "connect_ms": lambda r: since_send_ms(r, r.connected_ns),
+        "headers_ms": lambda r: since_send_ms(r, r.headers_ns),
+        "ttft_ms": measured(latencies.ttft("send")),
+        "ttft_from_schedule_ms": measured(latencies.ttft("schedule")),
+        "tpot_ms": measured(latencies.tpot_ms),
+        "itl_max_ms": measured(longest),
+        "e2el_ms": measured(latencies.e2el("send")),
+        "e2el_from_schedule_ms": measured(latencies.e2el("schedule")),
+        "normalized_latency_ms": measured(latencies.normalized("send")),
+        "prompt_tokens": lambda r: r.prompt_tokens,
+        "output_tokens": lambda r: r.output_tokens,
+        "cached_tokens": lambda r: r.cached_tokens,
+        "planned_prompt_tokens": lambda r: r.planned_prompt_tokens,
+        "planned_output_tokens": lambda r: r.planned_output_tokens,
+        "chunks": lambda r: len(r.chunk_ns),
+        "finish_reason": lambda r: r.finish_reason,
+        "resent": lambda r: r.resent,
+        "failure": lambda r: r.failure and str(r.failure.kind),
+        "status": lambda r: r.failure and r.failure.status,
+        "message": lambda r: r.failure and r.failure.message,
+        "met_objectives": lambda r: int(not missed[r.index]) if r.index in missed else None,
+        "missed": lambda r: " ".join(missed.get(r.index, ())),
+        "server_e2e_ms": told_ms("e2e_ns"),
+        "server_ttft_ms": told_ms("ttft_ns"),
+        "server_preemptions": lambda r: told(r, "preemptions"),
+        "tenant": lambda r: r.tenant,
+        **{f"phase_{name}_ms": phase_ms(name) for name in phases},
     }
-
-
-def _outcome(record: RequestRecord, missed: Sequence[str] | None) -> dict[str, object]:
-    values: dict[str, object] = {}
-    if record.failure is not None:
-        values |= {
-            "failure": str(record.failure.kind),
-            "status": record.failure.status,
-            "message": record.failure.message,
-        }
-    if missed is not None:
-        values |= {"met_objectives": int(not missed), "missed": " ".join(missed)}
-    return values
-
-
-def _latency_columns(latencies: Latencies) -> dict[str, Floats]:
-    """Arrays of shape (completed requests,)."""
-    longest = np.full(len(latencies.records), np.nan)
-    np.fmax.at(longest, latencies.itl_request, latencies.itl_ms)
-    return {
-        "ttft_ms": latencies.ttft("send"),
-        "ttft_from_schedule_ms": latencies.ttft("schedule"),
-        "tpot_ms": latencies.tpot_ms,
-        "itl_max_ms": longest,
-        "e2el_ms": latencies.e2el("send"),
-        "e2el_from_schedule_ms": latencies.e2el("schedule"),
-        "normalized_latency_ms": latencies.normalized("send"),
-    }
-
-
-def _server(record: RequestRecord, phases: Sequence[str]) -> dict[str, object]:
-    of_record = phases_of(record)
-    if of_record is None or record.timings is None:
-        return {}
-    values: dict[str, object] = {f"phase_{name}_ms": of_record.get(name, 0) / NS_PER_MS for name in phases}
-    for ours, theirs in (("server_e2e_ms", "e2e_ns"), ("server_ttft_ms", "ttft_ns")):
-        if isinstance(length := record.timings.get(theirs), int):
-            values[ours] = length / NS_PER_MS
-    values["server_preemptions"] = record.timings.get("preemptions")
-    return values
 
 
 def _cell(value: object) -> object:

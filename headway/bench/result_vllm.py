@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.bench.result_columns import Count
 from headway.load.measures.latencies import Floats, Integers, Latencies
-from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.measures.slo import goals_of, missed_objectives
 from headway.load.measures.throughput import prompt_tokens, whole_run_rates
 from headway.load.record import ClientHealth, Failure, FailureKind, RequestRecord, RunResult
 
@@ -42,14 +42,7 @@ _ERRORS = (
 )
 
 
-def vllm_keys(
-    result: RunResult,
-    percentiles: Sequence[float],
-    objectives: Objectives | None,
-    by_class: Mapping[str, Objectives] | None,
-    date: datetime,
-    detailed: bool,
-) -> dict[str, Any]:
+def vllm_keys(result: RunResult, percentiles: Sequence[float], date: datetime, detailed: bool) -> dict[str, Any]:
     """The object that `vllm bench serve --save-result` writes; `detailed` as with its --save-detailed."""
     settings = result.settings
     rate = settings.get("request_rate")
@@ -66,7 +59,7 @@ def vllm_keys(
         "request_rate": "inf" if rate is None or rate == float("inf") else rate,
         "burstiness": settings.get("burstiness", 1.0),
         "max_concurrency": settings.get("max_concurrency"),
-        **_totals(result, objectives, by_class),
+        **_totals(result),
         **_request_lists(result.records),
     }
     for name, latencies in _latencies(result.records).items():
@@ -78,15 +71,13 @@ def model_name(result: RunResult) -> str:
     return str(result.settings.get("model") or result.server.get("model") or "unknown")
 
 
-def _totals(
-    result: RunResult, objectives: Objectives | None, by_class: Mapping[str, Objectives] | None
-) -> dict[str, Any]:
+def _totals(result: RunResult) -> dict[str, Any]:
     completed = [record for record in result.records if record.ok]
     rates = whole_run_rates(result.records, result.began_ns, result.ended_ns)
     fullest, concurrent = _fullest_second(completed)
     goodput = None
-    if objectives or by_class:
-        missed = missed_objectives(completed, objectives, by_class, since="send")
+    if any((goals := goals_of(result.settings)).values()):
+        missed = missed_objectives(completed, goals, since="send")
         met = sum(not reasons for reasons in missed.values())
         goodput = met / result.duration_s if result.duration_s > 0 else 0.0
     return {

@@ -23,7 +23,6 @@ from headway.files import write_files
 from headway.load.errors import BenchError
 from headway.load.measures.numbers import PERCENTILES, Summary
 from headway.load.measures.phases import MEDIAN, SLOWEST, phase_composition
-from headway.load.measures.slo import Objectives
 from headway.load.record import ClientHealth, RequestRecord, RunResult
 
 FORMAT = 1
@@ -36,8 +35,6 @@ def to_json(
     summaries: Sequence[Summary],
     *,
     percentiles: Sequence[float] = PERCENTILES,
-    objectives: Objectives | None = None,
-    objectives_by_class: Mapping[str, Objectives] | None = None,
     save_detailed: bool = False,
     date: datetime | None = None,
 ) -> dict[str, Any]:
@@ -50,9 +47,7 @@ def to_json(
         save_detailed: the lists of `vllm bench serve --save-detailed` too.
         date: the date of the result; None is now.
     """
-    keys = vllm_keys(
-        result, percentiles, objectives, objectives_by_class, date or datetime.now().astimezone(), save_detailed
-    )
+    keys = vllm_keys(result, percentiles, date or datetime.now().astimezone(), save_detailed)
     return keys | {
         "headway": {
             "format": FORMAT,
@@ -92,18 +87,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     _write(path, content)
 
 
-def write_csv(
-    path: Path,
-    result: RunResult,
-    objectives: Objectives | None = None,
-    objectives_by_class: Mapping[str, Objectives] | None = None,
-) -> None:
+def write_csv(path: Path, result: RunResult) -> None:
     """Write a row for each request, whole or not at all; see `result_csv.csv_text`. Folders are made.
 
     Raises:
         BenchError: the file cannot be written there.
     """
-    _write(path, csv_text(result, objectives, objectives_by_class).encode(errors="replace"))
+    _write(path, csv_text(result).encode(errors="replace"))
 
 
 def load_json(path: Path) -> RunResult:

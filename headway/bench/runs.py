@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from headway.bench.client.early import Limited
-from headway.bench.client.load import LoadListener, LoadMode
+from headway.bench.client.load import LoadListener, LoadMode, Pace
 from headway.bench.options import BenchOptions
 from headway.bench.report.live import LiveView
 from headway.bench.reporting import Reporting, Run
@@ -113,10 +113,6 @@ def _with_new_prompts(options: BenchOptions) -> list[WorkloadSpec]:
 
 class Runner(Reporting, ABC):
     """Carries out one run after another, and keeps what comes of them. Arguments as those of Reporting."""
-
-    def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        super().__init__(options.claims, options.output, stop, out, progress)
-        self.options = options
 
     @abstractmethod
     async def run(self, load: Load, label: str = "") -> Run:
@@ -233,14 +229,16 @@ class Bench(Runner):
                 await stack.enter_async_context(limited.also(self.stop))
             result = await self.session.measure(
                 workload,
+                Pace(
+                    load.mode,
+                    load.max_concurrency,
+                    duration_s=load.spec.duration_s,
+                    drain_s=self.options.drain_timeout_s,
+                ),
                 settings=settings_of(self.options, self.session, load.spec, workload, load.max_concurrency, salt),
-                mode=load.mode,
                 cache_salt=salt,
-                max_concurrency=load.max_concurrency,
                 warm_ups=warm_ups,
                 probes=probes,
-                duration_s=load.spec.duration_s,
-                drain_s=self.options.drain_timeout_s,
                 stop=stop,
                 listener=view,
                 keep_text=self.options.output.detailed,
@@ -248,4 +246,4 @@ class Bench(Runner):
             )
         if limited is not None and limited.reason:
             result.settings["ended_early"] = limited.reason
-        return result, self.summarise(result, workload)
+        return result, self.summarise(result, workload.notes)

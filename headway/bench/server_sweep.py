@@ -21,9 +21,8 @@ from rich.text import Text
 
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.journal import Journal
-from headway.bench.options import BenchOptions
+from headway.bench.options import BenchOptions, ParetoOptions
 from headway.bench.pareto import front_page, front_table, points_of
-from headway.bench.pareto_options import ParetoOptions
 from headway.bench.profile.local_server import StartedServer
 from headway.bench.report import verdict
 from headway.bench.report.console import print_runs
@@ -33,9 +32,6 @@ from headway.bench.runs import Bench, Load, is_made_up, load_name, load_of, swee
 from headway.bench.session import Session
 from headway.bench.start_command import check_placeholders, free_port, placeholders, words
 from headway.load.errors import BenchError
-from headway.load.measures.numbers import Summary
-from headway.load.measures.summary import summarise_all
-from headway.load.record import RunResult
 from headway.report.console import print_table
 from headway.report.page import write_page
 
@@ -84,8 +80,7 @@ class ServerSweep(Reporting):
     """
 
     def __init__(self, options: BenchOptions, stop: asyncio.Event, out: Console, progress: Console) -> None:
-        super().__init__(options.claims, options.output, stop, out, progress)
-        self.options = options
+        super().__init__(options, stop, out, progress)
         about = _about(options)
         digest = hashlib.sha256(repr(about).encode()).hexdigest()[:8]
         self.folder = options.output.result_dir / f"sweep-{digest}"
@@ -147,7 +142,7 @@ class ServerSweep(Reporting):
                     raise BenchError(f"{load_name(load)}: {died}")
                 if run[0].interrupted:
                     raise Interrupted
-                bench.write(*run)
+                bench.write(run)
                 self._journal.add(_question(setting, load), file)
                 self.out.print(Text(f"{name}: {verdict.headline(*run)}"))
 
@@ -160,7 +155,7 @@ class ServerSweep(Reporting):
     def _told(self, files: Sequence[Path]) -> int:
         """Print the table, write the picture. Returns the exit code."""
         claims = self.claims
-        runs = [(result, self._summaries(result)) for result in map(load_json, files)]
+        runs = [(result, self.summarise(result)) for result in map(load_json, files)]
         try:
             points, left_out = points_of(files, ParetoOptions())
         except BenchError:  # too few runs for a front
@@ -177,16 +172,6 @@ class ServerSweep(Reporting):
             self.report(runs)
         self.out.print(Text(f"Results: {self.folder}", style="dim"), soft_wrap=True)
         return self.exit_code(runs) or (NOT_VALID if self.failed else 0)
-
-    def _summaries(self, result: RunResult) -> list[Summary]:
-        claims = self.claims
-        return summarise_all(
-            result,
-            percentiles=claims.percentiles,
-            objectives=claims.objectives or None,
-            objectives_by_class=result.settings["goodput_by_class"] or None,
-            price_per_hour=claims.price_per_hour,
-        )
 
 
 def _question(setting: Setting, load: Load) -> str:

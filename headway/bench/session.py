@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.bench.client.asker import Asker
-from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.load import LoadListener, LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import Server, probe
 from headway.bench.client.processes import ClientProcesses, Share, shares_of
@@ -66,15 +65,12 @@ class Session:
     async def measure(
         self,
         workload: Workload,
+        pace: Pace,
         *,
         settings: dict[str, Any],
-        mode: LoadMode,
         cache_salt: str = "",
-        max_concurrency: int | None = None,
         warm_ups: Sequence[PlannedRequest] = (),
         probes: Iterator[PlannedRequest] | None = None,
-        duration_s: float | None = None,
-        drain_s: float | None = None,
         stop: asyncio.Event | None = None,
         listener: LoadListener | None = None,
         keep_text: bool = False,
@@ -83,6 +79,7 @@ class Session:
         """Run the workload once.
 
         Args:
+            pace: but for the users of a mix's classes, which the workload knows.
             settings: what is kept with the result as what was asked for.
             cache_salt: the salt of all requests; for a server that honours one.
             keep_text: whether to keep the texts of all answers. Those that later turns need are kept in any case.
@@ -93,37 +90,23 @@ class Session:
             BenchError: the workload does not fit, or every warm-up failed.
         """
         follow = any(request.follows is not None for request in workload.requests)
-        endpoint = dataclasses.replace(self.server.endpoint, cache_salt=cache_salt)
-        client = OpenAIClient(endpoint, keep_text=keep_text or follow)
+        endpoint = replace(self.server.endpoint, cache_salt=cache_salt)
+        client, pace = OpenAIClient(endpoint, keep_text=keep_text or follow), replace(pace, users=workload.users)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(client)
             surroundings = await stack.enter_async_context(_surroundings(self))
             elsewhere = None
             if processes > 1:
-                whole = Share(
-                    endpoint,
-                    keep_text or follow,
-                    workload.requests,
-                    mode,
-                    max_concurrency,
-                    workload.users,
-                    duration_s,
-                    drain_s,
-                )
-                shares = shares_of(whole, processes)
+                shares = shares_of(Share(endpoint, keep_text or follow, workload.requests, pace), processes)
                 settings = settings | {"client_processes": len(shares)}
                 children = ClientProcesses(shares, listener or LoadListener())
                 elsewhere = (await stack.enter_async_context(children)).go
             outcome = await run_load(
                 client,
                 workload.requests,
-                mode=mode,
-                max_concurrency=max_concurrency,
-                users=workload.users,
+                pace,
                 probes=probes,
                 warm_ups=warm_ups,
-                duration_s=duration_s,
-                drain_s=drain_s,
                 as_messages=endpoint.is_chat,
                 before_load=surroundings.begin,
                 elsewhere=elsewhere,
@@ -203,10 +186,7 @@ class _Surroundings:
 
     async def _scrape(self) -> str:
         """The text of /metrics; "" where it cannot be had."""
-        if self._asker is None:
-            return ""
-        reply = await self._asker.look("GET", "/metrics")
-        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
+        return "" if self._asker is None else await self._asker.metrics()
 
 
 @contextlib.asynccontextmanager

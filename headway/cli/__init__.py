@@ -51,7 +51,13 @@ class Commands(Group):
         if args and args[0] not in self.commands and (ours := spellings.COMMANDS.get(args[0].lower())):
             fail(f"there is no command {args[0]!r}; use {ours}")
         name, _, rest = super().resolve_command(ctx, args)
-        return name, typer.main.get_command(importlib.import_module(f"headway.cli.{name}").app), rest
+        return name, command_of(name), rest
+
+
+def command_of(name: str) -> Any:
+    """The command of that name, from its module: a function, or a group `app`."""
+    module = importlib.import_module(f"headway.cli.{name}")
+    return typer.main.get_command(getattr(module, "app", None) or getattr(module, name))
 
 
 app = typer.Typer(

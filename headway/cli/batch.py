@@ -14,15 +14,13 @@ from typing import Annotated
 import typer
 
 from headway.bundled import NAME
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.cli.serve import model_folder
 from headway.engine.config import EngineConfig
 from headway.flags import Flag
 from headway.installation import require_engine
 
 _flag = functools.partial(Flag, panel="Batch")
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(slots=True)
@@ -49,8 +47,7 @@ class BatchOptions:
     max_concurrency: Annotated[int, _flag("Maximum requests at that server at once.", min=1, common=True)] = 64
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def batch(options: BatchOptions, engine: EngineConfig) -> None:
     """Answer a file of requests, with its own engine or a running server.
 

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.files import cache_folder
 
 # Folders of the cache. All of it is made again where it is missing.
@@ -23,8 +22,6 @@ KINDS = {
     "gguf": "configs and tokenizers of GGUF files, with links to the files",
 }
 _AGES = ((86400, "day"), (3600, "hour"), (60, "minute"))
-
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Entry:
     used: float
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def cache(
     action: Annotated[str, typer.Argument(metavar="[list|clear]", help="What to do. Default: list.")] = "list",
     what: Annotated[

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.installation import require_engine
 
 if TYPE_CHECKING:
@@ -26,11 +25,7 @@ _PROGRESS = re.compile(r"([01]\.\d{4}) (.+)")  # the share that is done, and wha
 _REDRAWS = 2  # a second: drawing takes time of the machine that is measured
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def calibrate(
     name: Annotated[
         str | None, typer.Option(help="Name of the entry. Default: from the processor's or GPU's name.")

@@ -11,16 +11,12 @@ from typing import Annotated
 import typer
 
 from headway.chat import NOT_UTF8, ChatError, Conversation, as_url
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 
 DEFAULT_URL = "http://localhost:8000"
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def chat(
     target: Annotated[
         str | None,

@@ -5,15 +5,11 @@ from __future__ import annotations
 import typer
 
 from headway.bench.options import Target
-from headway.cli.commands import with_flags
+from headway.cli.commands import command
 from headway.cli.doctor import Address, Json, Local, Seconds, probed
-from headway.cli.help import Command
-
-app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def checklist(
     target: Target, address: Address = None, seconds: Seconds = 30.0, local: Local = True, as_json: Json = False
 ) -> None:

@@ -10,19 +10,16 @@ import re
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from headway.cli.help import show_all
+from headway.cli.help import Command, show_all
 from headway.cli.spellings import hint as spelling_hint
 from headway.flags import Flag, flags_of, option
-
-# An objective such as ttft:200, or what may be meant as one: the error must name it, not a command of that name.
-_OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
 # Where a context keeps the files of defaults, the one that goes before others last.
 _LAYERS = "headway.layers"
@@ -54,41 +51,22 @@ def _with_options(message: str) -> str:
     return re.sub(r"(?<![\w./'\"-])[a-z]\w*(?![\w/'\"=-]|\.\w)", named, message)
 
 
-def fold_objectives(arguments: Sequence[str]) -> list[str]:
-    """`--goodput ttft:200 tpot:50` becomes `--goodput "ttft:200 tpot:50"`: an option here takes one value.
+def command(**settings: Any) -> Callable[[Callable[..., None]], typer.Typer]:
+    """Make a function the only command of its module; `settings` are those of Typer's commands."""
 
-    The values go on until an argument is none, such as `MODEL@HARDWARE:tp=2`.
-    """
-    folded: list[str] = []
-    is_open = False
-    for argument in arguments:
-        is_value = is_open and _OBJECTIVE.fullmatch(argument) is not None
-        if is_value and folded[-1] not in ("--goodput", "--slo"):
-            folded[-1] += f" {argument}"
-        else:
-            folded.append(argument)
-        is_open = is_value or argument.partition("=")[0] in ("--goodput", "--slo")
-    return folded
+    def made(function: Callable[..., None]) -> typer.Typer:
+        app = typer.Typer(add_completion=False)
+        app.command(cls=Command, **settings)(with_flags(function))
+        return app
 
-
-def spread_modules(arguments: Sequence[str]) -> list[str]:
-    """`--lora-modules a=x b=y` becomes `--lora-modules a=x --lora-modules b=y`, as vLLM takes several values of it."""
-    spread: list[str] = []
-    is_open = False
-    for argument in arguments:
-        is_value = not argument.startswith("-") and ("=" in argument or argument.lstrip().startswith("{"))
-        if is_open and is_value and spread[-1] != "--lora-modules":
-            spread.append("--lora-modules")
-        spread.append(argument)
-        is_open = argument.partition("=")[0] == "--lora-modules" or (is_open and is_value)
-    return spread
+    return made
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command, for Typer: of each parameter that is a dataclass its flags, and --config.
 
-    A field that is itself a dataclass gives its flags in its place; one without a `Flag` has none. What the values
-    cannot be made of (a ValueError) is one line, and exit code 2.
+    A field that is itself a dataclass gives its flags in its place; one without a `Flag` has none. A ValueError is
+    one line and exit code 2 where the values cannot be made, and from the command where its class is one of ours.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     parameters: dict[str, inspect.Parameter] = {}
@@ -113,7 +91,12 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
                     values[name] = _made(hint, values, said)
         except ValueError as error:
             fail(str(error))
-        command(**{name: value for name, value in values.items() if name in hints})
+        try:
+            command(**{name: value for name, value in values.items() if name in hints})
+        except ValueError as error:
+            if not type(error).__module__.startswith("headway."):
+                raise
+            fail(str(error))
 
     run.common = frozenset(_common(hints))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

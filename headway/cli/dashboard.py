@@ -7,16 +7,12 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.files import write_files
 from headway.installation import require_engine
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def dashboard(
     output: Annotated[Path | None, typer.Option(help="Folder to write to. Default: this one.", metavar="DIR")] = None,
     metrics_prefix: Annotated[str, typer.Option(help="Prefix of metric names, as headway serve has it.")] = "headway:",

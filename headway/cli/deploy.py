@@ -8,19 +8,15 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import command, fail
 from headway.cli.gateway import check_tenants
-from headway.cli.help import Command
 from headway.flags import flags_of, option
 from headway.gateway.deployed.file import DeployFile, Deployment, read_deploy_file
 from headway.gateway.settings import GatewaySettings
 from headway.installation import require_engine
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@with_flags
+@command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def deploy(
     settings: GatewaySettings,
     context: typer.Context,
@@ -32,8 +28,7 @@ def deploy(
         ),
     ] = None,
     simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Predict what clients would see; further options are those of simulate."),
+        bool, typer.Option("--simulate", help="Predict what clients would see; further options are those of simulate.")
     ] = False,
 ) -> None:
     """Serve models on a Ray cluster behind one door, with as many replicas as their objectives need."""

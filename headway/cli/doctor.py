@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.bench.options import Target
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 
 if TYPE_CHECKING:
     from headway.advisor.evidence import Evidence
     from headway.advisor.probe import Limits
 
-app = typer.Typer(add_completion=False)
 Address = Annotated[
     str | None, typer.Argument(metavar="URL", help="Address of the server; or give --base-url, --host, --port.")
 ]
@@ -24,8 +22,7 @@ Local = Annotated[bool, typer.Option(help="Look at the server's processes, if th
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def doctor(
     target: Target,
     address: Address = None,
@@ -68,14 +65,10 @@ def probed(target: Target, address: str | None, limits: Limits) -> tuple[Evidenc
 
     from headway.advisor.probe import probe
     from headway.chat import as_url
-    from headway.load.errors import BenchError
 
     if address is not None:
         target = replace(target, base_url=as_url(address) or f"http://{address}")
     if not target.generates:
         fail(f"--backend is {target.backend}; give one that generates text, such as openai or openai-chat")
-    try:
-        with Console(stderr=True).status(f"probing {target.url}"):
-            return asyncio.run(probe(target, limits)), target.url
-    except BenchError as error:
-        fail(str(error))
+    with Console(stderr=True).status(f"probing {target.url}"):
+        return asyncio.run(probe(target, limits)), target.url

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.config_files.gateway import read_gateway_file
 from headway.gateway.settings import GatewaySettings
 from headway.installation import require_engine
@@ -19,11 +18,8 @@ from headway.policy.objectives.service_class import BUILT_IN
 if TYPE_CHECKING:
     from headway.gateway.run import GatewayServer
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def gateway(
     settings: GatewaySettings,
     file: Annotated[str, typer.Argument(help="TOML file with the backends; a change of it is taken at once.")],

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from headway.cli.spellings import subcommand
+from headway.cli.spellings import fold_objectives, spread_modules, subcommand
 
 WIDEST = 100  # lines longer than this are hard to read
 _GAP = 2
@@ -39,7 +39,11 @@ def wrapped(text: str, indent: int = 0) -> str:
 
 
 class _Help:
-    """Formats what `--help` prints, for Typer's commands and groups."""
+    """Typer's commands and groups with our `--help`, and with vLLM's options that take as many values as follow."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parsed: list[str] = super().parse_args(ctx, spread_modules(fold_objectives(args)))  # type: ignore[misc]
+        return parsed
 
     def get_help(self, ctx: Any) -> str:
         everything = bool(ctx.meta.get("headway.help_all"))

@@ -9,14 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from headway.bundled import DRAFT, STORY
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
-
-app = typer.Typer(add_completion=False)
+from headway.cli.commands import command, fail
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def models(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="Address of a server. Default: what is on this machine.")

@@ -5,28 +5,22 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from headway.cli.commands import fail, fold_objectives, with_flags
+from headway.cli.commands import fail, with_flags
 from headway.cli.help import Command, Group
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 
-if TYPE_CHECKING:
-    from headway.planner.plan import Plan
-
 
 class PlanGroup(Group):
-    """`headway plan MODEL ...`: what is not the name of another command is of the command for one model.
-
-    Objectives are a list, as of `headway bench`.
-    """
+    """`headway plan MODEL ...`: what is not the name of another command is of the command for one model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
             args = ["model", *(args or ["--help"])]
-        parsed: list[str] = super().parse_args(ctx, fold_objectives(args))
+        parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -92,11 +86,12 @@ def plan(
     outputs = [name for name, wanted in (("--json", as_json), ("--explain", explain), ("--verbose", verbose)) if wanted]
     if len(outputs) > 1:
         fail(f"{' and '.join(outputs)} contradict each other; give one")
-    try:
-        made = make_plan(replace(request, speculation=speculation.speculation()))
-    except PlanError as error:
-        fail(str(error))
-    written = [] if plot is None else _write(made, plot)
+    made = make_plan(replace(request, speculation=speculation.speculation()))
+    written: list[Path] = []
+    if plot is not None:  # before anything is printed, so that an error about the folder is all that is said
+        from headway.planner.page import write_plan
+
+        written = write_plan(plot.expanduser(), made)
     if as_json:
         from headway.planner.json import to_json
 
@@ -110,17 +105,6 @@ def plan(
         if written:
             print(f"\nWrote {written[0]} and {len(written) - 1} pictures.")
     raise typer.Exit(1 if made.problem else 0)
-
-
-def _write(made: Plan, folder: Path) -> list[Path]:
-    """Write the files before anything is printed, so that an error about the folder is all that is said."""
-    from headway.planner.page import write_plan
-    from headway.report.page import ReportError
-
-    try:
-        return write_plan(folder.expanduser(), made)
-    except ReportError as error:
-        fail(str(error))
 
 
 @app.command("compare", cls=Command)
@@ -147,16 +131,12 @@ def compare(
     from headway.planner.compare import comparison_json, count_hint, merged, parse_plans, print_comparison
     from headway.planner.make import make_plan
 
-    made = []
-    try:
-        wanted = parse_plans(plans)
-        for each in wanted:
-            try:
-                made.append(make_plan(merged(shared, speculation, each)))
-            except PlanError as error:
-                fail(f"plan {each.text!r}: {error}{count_hint(each)}")
-    except PlanError as error:
-        fail(str(error))
+    made, wanted = [], parse_plans(plans)
+    for each in wanted:
+        try:
+            made.append(make_plan(merged(shared, speculation, each)))
+        except PlanError as error:
+            fail(f"plan {each.text!r}: {error}{count_hint(each)}")
     if as_json:
         print(comparison_json(wanted, made))
     else:
@@ -191,12 +171,9 @@ def levers(
 
     from headway.planner.levers import find_levers
 
-    try:
-        asked = replace(request, speculation=speculation.speculation())
-        with Console(stderr=True).status("trying changes") as status:
-            found = find_levers(asked, objective, lambda made: status.update(f"trying changes: {made} plans made"))
-    except PlanError as error:
-        fail(str(error))
+    asked = replace(request, speculation=speculation.speculation())
+    with Console(stderr=True).status("trying changes") as status:
+        found = find_levers(asked, objective, lambda made: status.update(f"trying changes: {made} plans made"))
     from headway.planner.levers_report import print_levers, to_json
 
     if as_json:

@@ -10,15 +10,13 @@ from headway.cli.commands import fail, with_flags
 from headway.cli.serve import model_folder
 from headway.installation import require_engine
 from headway.quantize.quality_options import QualityOptions
-from headway.report.parts import Cell, Table, cells
+from headway.report.parts import NOTHING, Table, cells
 from headway.report.style import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.quantize.quality import Row
-
-NOTHING = Cell("–", "quiet")
 
 
 @with_flags

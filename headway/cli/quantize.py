@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.cli.serve import model_folder
 from headway.flags import Flag
 from headway.installation import require_engine
@@ -20,8 +17,6 @@ from headway.quantize.schemes import METHODS, SCHEMES, Recipe
 
 # Keys of flags that a method has no use for.
 _UNUSED = {"rtn": ("calibration", "samples", "sample_tokens", "act_order"), "awq": ("act_order",)}
-
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(slots=True)
@@ -45,8 +40,7 @@ class QuantizeOptions:
     given: frozenset[str] = frozenset()
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def quantize(options: QuantizeOptions, calibration: Calibration) -> None:
     """Write a quantised checkpoint of a model, for Headway and vLLM.
 

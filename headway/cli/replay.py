@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.installation import require_engine
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def replay(
     recording: Annotated[Path, typer.Argument(metavar="FILE", help="What headway serve --record-steps has written.")],
     page: Annotated[

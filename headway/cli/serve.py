@@ -9,13 +9,12 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from headway.bundled import NAME
-from headway.cli.commands import config_lines, fail, spread_modules, take_defaults, toml_of, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, config_lines, fail, take_defaults, toml_of
 from headway.engine.config import EngineConfig
 from headway.installation import require_engine
 from headway.policy.step.bounds import Bounds
@@ -25,8 +24,6 @@ from headway.server.settings import ServerSettings
 _BEGAN_NS = time.monotonic_ns()
 
 _of_server = functools.partial(typer.Option, rich_help_panel="Server")
-
-app = typer.Typer(add_completion=False)
 
 ENDPOINTS = Path(__file__).parent.parent / "config_files" / "endpoints"
 Endpoint = Literal["interactive", "batch", "rag", "agents", "embeddings"]
@@ -41,16 +38,7 @@ def _take_endpoint(context: typer.Context, kind: str | None) -> None:
     take_defaults(context, f"--for {kind}", content, below=True)
 
 
-class ServeCommand(Command):
-    """Takes `--lora-modules a=x b=y` as vLLM does: an option with as many values as follow."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        parsed: list[str] = super().parse_args(ctx, spread_modules(args))
-        return parsed
-
-
-@app.command(cls=ServeCommand)
-@with_flags
+@command()
 def serve(
     server: ServerSettings,
     engine: EngineConfig,

@@ -50,10 +50,8 @@ def verify(options: VerifyOptions) -> None:
 
 
 def _run(work: Callable[[], int]) -> None:
-    from headway.report.page import ReportError
-
     try:
         code = work()
-    except (ValueError, ReportError) as error:
+    except ValueError as error:
         fail(str(error))
     raise typer.Exit(code)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 COMMANDS = {
@@ -33,64 +34,43 @@ SUBCOMMANDS = {
     "ls": "list",
     "show": "list",
 }
-# Options of vLLM, SGLang, llama.cpp, TGI, ollama and load generators. Our options in a row are tried in turn.
-OPTIONS = {
-    "--ctx-size": ("--max-model-len",),
-    "-c": ("--max-model-len",),
-    "--n-ctx": ("--max-model-len",),
-    "--num-ctx": ("--max-model-len",),
-    "--context-length": ("--max-model-len",),
-    "--max-total-tokens": ("--max-model-len",),
-    "--max-seq-len": ("--max-model-len",),
-    "--kv-cache-memory-bytes": ("--kv-cache-memory",),
-    "--mem-fraction-static": ("--gpu-memory-utilization",),
-    "--cache-type-k": ("--kv-cache-dtype",),
-    "--cache-type-v": ("--kv-cache-dtype",),
-    "--batch-size": ("--max-num-seqs",),
-    "--parallel": ("--max-num-seqs",),
-    "--max-running-requests": ("--max-num-seqs",),
-    "--max-concurrent-requests": ("--max-num-seqs",),
-    "--max-batch-size": ("--max-num-seqs",),
-    "--ubatch-size": ("--max-num-batched-tokens",),
-    "--chunked-prefill-size": ("--max-num-batched-tokens",),
-    "--max-batch-prefill-tokens": ("--max-num-batched-tokens",),
-    "--n-predict": ("--random-output-len",),
-    "--lora": ("--lora-modules",),
-    "--lora-paths": ("--lora-modules",),
-    "--max-loras-per-batch": ("--max-loras",),
-    "--max-loaded-loras": ("--max-cpu-loras",),
-    "--alias": ("--served-model-name",),
-    "--tp": ("--tensor-parallel-size",),
-    "--tp-size": ("--tensor-parallel-size",),
-    "--pp-size": ("--pipeline-parallel-size",),
-    "--headless": ("--node-rank",),
-    "--dist-init-addr": ("--master-addr",),
-    "--prefill-context-parallel-size": ("--context-parallel-size",),
-    "--num-threads": ("--threads",),
-    "-t": ("--threads",),
-    "--url": ("--base-url",),
-    "--server": ("--base-url",),
-    "--target": ("--base-url",),
-    "--rate": ("--request-rate",),
-    "--rps": ("--request-rate",),
-    "--qps": ("--request-rate",),
-    "--concurrency": ("--max-concurrency", "--concurrency"),
-    "--users": ("--max-concurrency", "--concurrency"),
-    "--num-requests": ("--num-prompts",),
-    "--max-requests": ("--num-prompts",),
-    "--random-input-len": ("--prompt-tokens",),
-    "--prompt-tokens": ("--random-input-len",),
-    "--random-output-len": ("--output-tokens",),
-    "--max-concurrency": ("--concurrency",),
-    "--input-tokens": ("--random-input-len", "--prompt-tokens"),
-    "--isl": ("--random-input-len", "--prompt-tokens"),
-    "--output-tokens": ("--random-output-len",),
-    "--osl": ("--random-output-len", "--output-tokens"),
-    "--max-tokens": ("--random-output-len",),
-    "--gpu": ("--hardware",),
-    "--dataset": ("--dataset-name",),
-    "--output-file": ("--result-filename", "--output"),
+# What vLLM, SGLang, llama.cpp, TGI, ollama and load generators call each of our options.
+_ALIASES = {
+    "--max-model-len": "--ctx-size -c --n-ctx --num-ctx --context-length --max-total-tokens --max-seq-len",
+    "--kv-cache-memory": "--kv-cache-memory-bytes",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--kv-cache-dtype": "--cache-type-k --cache-type-v",
+    "--max-num-seqs": "--batch-size --parallel --max-running-requests --max-concurrent-requests --max-batch-size",
+    "--max-num-batched-tokens": "--ubatch-size --chunked-prefill-size --max-batch-prefill-tokens",
+    "--random-output-len": "--n-predict --output-tokens --osl --max-tokens",
+    "--lora-modules": "--lora --lora-paths",
+    "--max-loras": "--max-loras-per-batch",
+    "--max-cpu-loras": "--max-loaded-loras",
+    "--served-model-name": "--alias",
+    "--tensor-parallel-size": "--tp --tp-size",
+    "--pipeline-parallel-size": "--pp-size",
+    "--node-rank": "--headless",
+    "--master-addr": "--dist-init-addr",
+    "--context-parallel-size": "--prefill-context-parallel-size",
+    "--threads": "--num-threads -t",
+    "--base-url": "--url --server --target",
+    "--request-rate": "--rate --rps --qps",
+    "--max-concurrency": "--concurrency --users",
+    "--concurrency": "--concurrency --users --max-concurrency",
+    "--num-prompts": "--num-requests --max-requests",
+    "--random-input-len": "--prompt-tokens --input-tokens --isl",
+    "--prompt-tokens": "--random-input-len --input-tokens --isl",
+    "--output-tokens": "--random-output-len --osl",
+    "--hardware": "--gpu",
+    "--dataset-name": "--dataset",
+    "--result-filename": "--output-file",
+    "--output": "--output-file",
 }
+# Their option, to ours; those of a row are tried in turn.
+OPTIONS: dict[str, list[str]] = {}
+for _ours, _theirs in _ALIASES.items():
+    for _each in _theirs.split():
+        OPTIONS.setdefault(_each, []).append(_ours)
 NOT_SUPPORTED = {
     "--lora-dtype": "adapters have the type of the model; leave it out",
     "--fully-sharded-loras": "ranks always share adapters as they share layers; leave it out",
@@ -119,6 +99,8 @@ NOT_SUPPORTED = {
 # Text that is added to an error when the value of an option is none of its choices.
 OF_VALUES = {"--quantization": "; the format of a quantised checkpoint is found without it"}
 POSITIONAL = ("--model", "--model-path", "--model-id", "-m")
+# An objective such as ttft:200, or what may be meant as one: the error must name it, not a command of that name.
+_OBJECTIVE = re.compile(r"\w+:[^@=]*|(ttft|tpot|e2el)\b[^@]*|[\d.]+(ms|s)?")
 
 
 def hint(given: str, known: Iterable[str], takes_model: bool = False) -> str:
@@ -150,3 +132,33 @@ def subcommand(given: str, known: Iterable[str]) -> str:
     names = list(known)
     ours = SUBCOMMANDS.get(given.lower(), "")
     return ours if ours in names else next(iter(get_close_matches(given.lower(), names, 1)), "")
+
+
+def fold_objectives(arguments: Sequence[str]) -> list[str]:
+    """`--goodput ttft:200 tpot:50` becomes `--goodput "ttft:200 tpot:50"`: an option here takes one value.
+
+    The values go on until an argument is none, such as `MODEL@HARDWARE:tp=2`.
+    """
+    folded: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = is_open and _OBJECTIVE.fullmatch(argument) is not None
+        if is_value and folded[-1] not in ("--goodput", "--slo"):
+            folded[-1] += f" {argument}"
+        else:
+            folded.append(argument)
+        is_open = is_value or argument.partition("=")[0] in ("--goodput", "--slo")
+    return folded
+
+
+def spread_modules(arguments: Sequence[str]) -> list[str]:
+    """`--lora-modules a=x b=y` becomes `--lora-modules a=x --lora-modules b=y`, as vLLM takes several values of it."""
+    spread: list[str] = []
+    is_open = False
+    for argument in arguments:
+        is_value = not argument.startswith("-") and ("=" in argument or argument.lstrip().startswith("{"))
+        if is_open and is_value and spread[-1] != "--lora-modules":
+            spread.append("--lora-modules")
+        spread.append(argument)
+        is_open = argument.partition("=")[0] == "--lora-modules" or (is_open and is_value)
+    return spread

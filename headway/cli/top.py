@@ -8,14 +8,10 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
-from headway.cli.help import Command
-
-app = typer.Typer(add_completion=False)
+from headway.cli.commands import command
 
 
-@app.command(cls=Command)
-@with_flags
+@command()
 def top(
     address: Annotated[
         str, typer.Argument(metavar="URL", help="Address of a server of Headway, vLLM or llama.cpp.")
@@ -23,8 +19,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=3600.0)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print what happens within one interval, and exit.")] = False,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar=["HEADWAY_METRICS_KEY", "HEADWAY_API_KEY"], help="Key that its /metrics needs."),
+        str | None, typer.Option(envvar=["HEADWAY_METRICS_KEY", "HEADWAY_API_KEY"], help="Key that its /metrics needs.")
     ] = None,
 ) -> None:
     """Show what a server of Headway, vLLM or llama.cpp does, in the terminal.
@@ -36,18 +31,15 @@ def top(
     from rich.live import Live
 
     from headway.chat import as_url
-    from headway.top import TopError, follow
+    from headway.top import follow
 
     url = as_url(address) or f"http://{address}"
     console = Console()
     looks = follow(url.rstrip("/"), api_key, interval)
-    try:
-        if once or not console.is_terminal:
-            last = [*itertools.islice(looks, 2)][-1]
-            console.print(last.render())
-            return
-        with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
-            for view in looks:
-                screen.update(view.render(), refresh=True)
-    except TopError as error:
-        fail(f"{error}")
+    if once or not console.is_terminal:
+        last = [*itertools.islice(looks, 2)][-1]
+        console.print(last.render())
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
+        for view in looks:
+            screen.update(view.render(), refresh=True)

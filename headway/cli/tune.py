@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 
 from headway.advisor.tuning.options import TuneOptions
-from headway.cli.commands import fail, fold_objectives, with_flags
-from headway.cli.help import Command
+from headway.cli.commands import command, fail
 from headway.installation import require_engine
 
 
-class TuneCommand(Command):
-    """Takes `--goodput ttft:200 tpot:50`: an option with as many values as follow."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        parsed: list[str] = super().parse_args(ctx, fold_objectives(args))
-        return parsed
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(cls=TuneCommand)
-@with_flags
+@command()
 def tune(options: TuneOptions) -> None:
     """Find the settings that meet objectives under a load, on this machine.
 

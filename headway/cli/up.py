@@ -7,18 +7,14 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.commands import fail, with_flags
+from headway.cli.commands import command, fail
 from headway.cli.gateway import check_tenants
-from headway.cli.help import Command
 from headway.gateway.servers import read_up_file
 from headway.gateway.settings import GatewaySettings
 from headway.installation import require_engine
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(cls=Command)
-@with_flags
+@command()
 def up(
     settings: GatewaySettings,
     file: Annotated[str, typer.Argument(help="TOML file with the servers, and how their gateway treats them.")],

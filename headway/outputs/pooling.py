@@ -31,12 +31,7 @@ _JUDGE = (
 _KNOWS_PAIRS = re.compile(r"""(?s)(?=.*['"]query['"]).*['"]document['"]""")
 # Names of sentence-transformers, older and newer, for what is done here.
 _OF_GGUF = {1: "mean", 3: "lasttoken"}
-_POOLINGS = {
-    "lasttoken": "last",
-    "mean": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-}
+_POOLINGS = {"lasttoken": "last", "mean": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 
 
 @dataclass(frozen=True, slots=True)

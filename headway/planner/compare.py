@@ -22,7 +22,7 @@ from headway.planner.plan import Estimate, Plan
 from headway.planner.request import PlanError, PlanOptions, PlanRequest, SpeculationFlags
 from headway.planner.words import bar, dollars, gigabytes, letter
 from headway.report.console import print_table
-from headway.report.parts import Cell, Table, cells
+from headway.report.parts import NOTHING, Cell, Table, cells
 from headway.report.style import number
 
 # The share of the squared error (in the logarithm) that predictions of the same engine and hardware architecture have
@@ -303,7 +303,7 @@ def _row(row: Row, plans: Sequence[Plan]) -> tuple[Cell, ...]:
     for plan, mark in zip(plans, marks(row, plans), strict=True):
         value = row.of(plan)
         if value is None:
-            found.append(Cell("–", "quiet"))
+            found.append(NOTHING)
             continue
         detail = bar(value) if isinstance(value, Estimate) else ""
         text = row.words(_middle(value)) + {"best": " *", "close": " ~", "": ""}[mark]
@@ -313,7 +313,7 @@ def _row(row: Row, plans: Sequence[Plan]) -> tuple[Cell, ...]:
 
 def _slo(plan: Plan) -> Cell:
     if not plan.fits:
-        return Cell("–", "quiet")
+        return NOTHING
     missed = missed_by(plan)
     return Cell("met", "good") if not missed else Cell(f"{', '.join(missed)} missed", "bad")
 

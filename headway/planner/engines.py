@@ -68,11 +68,7 @@ class EngineProfile:
         if self.is_headway:
             return {}
         limits = self.limits(hardware)
-        found = {
-            **_WITHOUT_OURS,
-            "max_num_seqs": limits.sequences,
-            "max_num_batched_tokens": limits.batched_tokens,
-        }
+        found = {**_WITHOUT_OURS, "max_num_seqs": limits.sequences, "max_num_batched_tokens": limits.batched_tokens}
         if limits.whole_prompts and longest is not None and longest <= limits.batched_tokens:
             found["enable_chunked_prefill"] = False
         return found
@@ -152,14 +148,7 @@ PROFILES = {
             _as_early_vllm,
             "vllm-v0",
         ),
-        EngineProfile(
-            "gpt-fast",
-            "gpt-fast",
-            "2024",
-            "one request after the other",
-            _as_early_vllm,
-            "gpt-fast",
-        ),
+        EngineProfile("gpt-fast", "gpt-fast", "2024", "one request after the other", _as_early_vllm, "gpt-fast"),
     )
 }
 

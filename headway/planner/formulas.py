@@ -9,14 +9,7 @@ from headway.planner.document_formulas import of_documents
 from headway.planner.formula import Formula, Number, added, given, larger, ms
 from headway.planner.loads import intake_s, per_lane
 from headway.planner.plan import Plan
-from headway.planner.step_formulas import (
-    in_words,
-    of_cache,
-    of_memory,
-    of_ridge,
-    of_step,
-    of_weights,
-)
+from headway.planner.step_formulas import in_words, of_cache, of_memory, of_ridge, of_step, of_weights
 from headway.planner.technique_formulas import of_techniques
 
 SIMULATED = "simulated step by step, simulator/serving.py: Orca 2022, Sarathi-Serve 2024"

@@ -5,8 +5,9 @@ docs/plan-levers.md says what each assumes. Every figure is one of `make_plan`, 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from headway.changes import typed
@@ -99,10 +100,8 @@ def find_levers(
         base = planner.plan(replace(request, count=base.devices))
     chosen, why = choose_objective(base, objective)
     search = _Search(planner, base, chosen, pinned)
-    levers, left_out = search.all_of(proposals(base))
-    levers += search.of_load(left_out)
-    levers += search.of_hardware(left_out)
-    levers.sort(key=search.rank)
+    levers, left_out = search.all_of(itertools.chain(proposals(base), largest_load(base, search.meets)), base)
+    levers = sorted([*levers, *search.of_hardware(left_out)], key=search.rank)
     return Levers(base, numbers_of(base), chosen, why, tuple(levers), tuple(left_out), tuple(search.chain(levers)))
 
 
@@ -146,15 +145,14 @@ class _Planner:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class _Search:
     """Tries changes of one plan for one objective."""
 
-    def __init__(self, planner: _Planner, base: Plan, objective: str, pinned: dict[str, int]) -> None:
-        self._pinned = pinned
-        self._planner = planner
-        self._base = base
-        self._objective = objective
-        self._missed = set(missed_by(base))
+    planner: _Planner
+    base: Plan
+    objective: str
+    pinned: dict[str, int]
 
     def lever(self, proposal: Proposal, before: Plan) -> Lever:
         """Raises NotApplicable where the plan with the change cannot be made, does not fit or changes nothing."""
@@ -166,65 +164,62 @@ class _Search:
             raise NotApplicable("the model does not fit on as many devices")
         if _alike(numbers, old):
             raise NotApplicable("changes no figure by more than 0.5 %")
-        settled = self._pinned | {name: getattr(plan.request, name) for name in proposal.settings}
+        settled = self.pinned | {name: getattr(plan.request, name) for name in proposal.settings}
         return Lever(
             replace(proposal, changes=changes_of(settled)),
             plan,
             numbers,
-            gain_of(old, numbers, self._objective),
-            range_of_gain(before, plan, self._objective),
+            gain_of(old, numbers, self.objective),
+            range_of_gain(before, plan, self.objective),
             missed_by(plan),
         )
 
     def _made(self, proposal: Proposal, request: PlanRequest) -> Plan:
         """The plan with a proposal. Speculation takes the number of tokens that is best under this load."""
         try:
-            plan = self._planner.plan(replace(request, **proposal.settings))
+            plan = self.planner.plan(replace(request, **proposal.settings))
             best = plan.speculated.best_tokens if plan.speculated and "speculation" in proposal.settings else None
             if best == 0:
                 raise NotApplicable("no number of proposed tokens is faster than none, at this batch")
             if best is None:
                 return plan
-            return self._planner.plan(
+            return self.planner.plan(
                 replace(plan.request, speculation=replace(proposal.settings["speculation"], tokens=best))
             )
         except PlanError as error:
             raise NotApplicable(str(error)) from None
 
-    def all_of(self, tried: Iterable[Proposal | tuple[str, str]]) -> tuple[list[Lever], list[tuple[str, str]]]:
-        """The proposals that are levers, and the names of those that are not, with the reasons."""
+    def all_of(
+        self, tried: Iterable[Proposal | tuple[str, str]], before: Plan
+    ) -> tuple[list[Lever], list[tuple[str, str]]]:
+        """The proposals that are levers of a plan, and the names of those that are not, with the reasons."""
         levers, left_out = [], []
         for each in tried:
             if isinstance(each, tuple):
                 left_out.append(each)
                 continue
             try:
-                levers.append(self.lever(each, self._base))
+                levers.append(self.lever(each, before))
             except NotApplicable as reason:
                 left_out.append((each.name, str(reason)))
         return levers, left_out
 
-    def of_load(self, left_out: list[tuple[str, str]]) -> list[Lever]:
-        """Levers that change the load: more and fewer at once, or with objectives the most that meets them."""
-        levers, reasons = self.all_of(largest_load(self._base, self._meets))
-        left_out += reasons
-        return levers
-
-    def _meets(self, request: PlanRequest) -> bool:
+    def meets(self, request: PlanRequest) -> bool:
+        """Whether the plan of a request fits and meets its objectives."""
         try:
-            plan = self._planner.plan(request)
+            plan = self.planner.plan(request)
         except PlanError:
             return False
         return plan.fits and plan.problem is None and not missed_by(plan)
 
     def of_hardware(self, left_out: list[tuple[str, str]]) -> list[Lever]:
         """Levers that change the hardware: the best of the catalogue, and the cheapest that meets all objectives."""
-        levers, reasons = self.all_of(other_hardware(self._base))
+        levers, reasons = self.all_of(other_hardware(self.base), self.base)
         best = sorted(levers, key=self.rank)[:BEST_HARDWARE]
         if reasons:
             left_out.append(("other hardware", f"{len(reasons)} of the catalogue: {_shortened(reasons)}"))
-        hour = self._base.price_per_hour
-        if not self._base.request.slo or hour is None:
+        hour = self.base.price_per_hour
+        if not self.base.request.slo or hour is None:
             lacks = "no --slo is given" if hour is not None else "no price of this hardware is known"
             left_out.append(("cheaper hardware that meets the SLO", lacks))
             return best
@@ -242,8 +237,8 @@ class _Search:
 
         It has the figure itself and not the gain, as there is no gain where the plan before has no such figure.
         """
-        spoils = bool(set(lever.misses) - self._missed)
-        value = value_of(lever.numbers, self._objective)
+        spoils = bool(set(lever.misses) - set(missed_by(self.base)))
+        value = value_of(lever.numbers, self.objective)
         return spoils, math.inf if value is None else value
 
     def chain(self, levers: list[Lever]) -> list[Lever]:
@@ -253,11 +248,11 @@ class _Search:
         on the same devices, unless the model fits only on others.
         """
         alone = any(each.proposal.combines for each in levers)
-        left = self._combinable() if alone or self._base.fits else [each.proposal for each in levers]
-        current, found = self._base, list[Lever]()
+        left = self._combinable() if alone or self.base.fits else [each.proposal for each in levers]
+        current, found = self.base, list[Lever]()
         while left:
             missed = set(missed_by(current))
-            choices = [each for each in self._levers_on_top(left, current) if not set(each.misses) - missed]
+            choices = [each for each in self.all_of(left, current)[0] if not set(each.misses) - missed]
             best = min(choices, key=self.rank, default=None)
             if best is None or not self._helps(best):
                 break
@@ -270,7 +265,7 @@ class _Search:
     def _helps(self, lever: Lever) -> bool:
         """Whether a lever gains enough. Where the plan before had no such figure, to have one is enough."""
         if lever.gain is None:
-            return value_of(lever.numbers, self._objective) is not None
+            return value_of(lever.numbers, self.objective) is not None
         return lever.gain >= LEAST_GAIN
 
     def _combinable(self) -> list[Proposal]:
@@ -278,26 +273,13 @@ class _Search:
 
         Among them are some that do nothing for the plan alone, such as a narrower cache where the weights do not fit.
         """
-        return [each for each in proposals(self._base) if isinstance(each, Proposal) and each.combines]
-
-    def _levers_on_top(self, left: list[Proposal], current: Plan) -> Iterator[Lever]:
-        for proposal in left:
-            try:
-                yield self.lever(proposal, current)
-            except NotApplicable:
-                continue
+        return [each for each in proposals(self.base) if isinstance(each, Proposal) and each.combines]
 
 
 def _alike(one: Numbers, other: Numbers) -> bool:
-    pairs: list[tuple[float | None, float | None]] = [
-        (one.ttft_s, other.ttft_s),
-        (one.tpot_s, other.tpot_s),
-        (one.tokens_per_s, other.tokens_per_s),
-        (one.cost, other.cost),
-    ]
-    return all(
-        (a is None) == (b is None) and (a is None or b is None or math.isclose(a, b, rel_tol=NOTHING)) for a, b in pairs
-    )
+    names = ("ttft_s", "tpot_s", "tokens_per_s", "cost")
+    pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+    return all(a == b if a is None or b is None else math.isclose(a, b, rel_tol=NOTHING) for a, b in pairs)
 
 
 def _shortened(reasons: list[tuple[str, str]]) -> str:

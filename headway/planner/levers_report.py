@@ -17,7 +17,7 @@ from headway.planner.models import names_taken
 from headway.planner.numbers import Numbers, missed_by, value_of
 from headway.planner.words import dollars, seconds
 from headway.report.console import print_table
-from headway.report.parts import Cell, Table, Tone, cells
+from headway.report.parts import NOTHING, Cell, Table, Tone, cells
 from headway.report.style import number
 
 COLUMNS = ("", "lever", "gain", "TTFT", "TPOT", "tokens/s", "devices", "1M out")
@@ -110,9 +110,7 @@ def _lever_row(found: Levers, place: str, name: str, lever: Lever) -> tuple[Cell
 
 
 def _row(place: str, name: str, gain: Cell, numbers: Numbers, missed: tuple[str, ...]) -> tuple[Cell, ...]:
-    times = [
-        Cell("–", "quiet") if value is None else Cell(seconds(value)) for value in (numbers.ttft_s, numbers.tpot_s)
-    ]
+    times = [NOTHING if value is None else Cell(seconds(value)) for value in (numbers.ttft_s, numbers.tpot_s)]
     tokens = "–" if numbers.tokens_per_s is None else number(numbers.tokens_per_s)
     said = Cell(name, detail=f"misses {' and '.join(missed)}" if missed else "")
     return cells(place, said, gain, *times, tokens, f"{numbers.devices}", dollars(numbers.cost))
@@ -123,7 +121,7 @@ def _gain(found: Levers, lever: Lever) -> Cell:
     if lever.gain is None:
         if not found.base.fits:
             return Cell("it fits", "good")
-        return Cell("–", "quiet") if value_of(lever.numbers, found.objective) is None else Cell("it keeps up", "good")
+        return NOTHING if value_of(lever.numbers, found.objective) is None else Cell("it keeps up", "good")
     tone: Tone = "good" if lever.gain > 1.005 else "bad" if lever.gain < 0.995 else "quiet"
     return Cell(f"{lever.gain:.2f} x", tone)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +18,13 @@ from headway.planner.make import make_plan
 from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.words import gigabytes, many, seconds
 from headway.report import style
-from headway.report.roofline import Marks, draw_roofline
-from headway.report.spots import Spot, name_spots
+from headway.report.roofline import Marks, Spot, draw_roofline, name_spots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Place = tuple[Estimate, Estimate]  # of a plan in the picture: milliseconds and tokens a second, with bars
 SWEEP_POINTS = 12
 LONGEST = 2**24
 # A mark on the roofline has at least the first area, in square points, and its share of the time adds of the second.
@@ -253,38 +253,20 @@ def latency(plan: Plan, plans: Sequence[Plan]) -> Figure:
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a plan is in the picture: milliseconds and tokens a second, with bars."""
-
-    x: Estimate
-    y: Estimate
-
-
-def _at(plan: Plan, key: str) -> _Place | None:
+def _at(plan: Plan, key: str) -> Place | None:
     time, rate = getattr(plan, key), plan.output_tokens_per_s
-    return None if time is None or rate is None else _Place(time.scaled(1e3), rate)
+    return None if time is None or rate is None else (time.scaled(1e3), rate)
 
 
-def _curve(axes: Axes, plan: Plan, shown: Sequence[tuple[Plan, _Place]], limit: float | None, key: str) -> None:
-    xs, ys = [at.x.value for _, at in shown], [at.y.value for _, at in shown]
+def _curve(axes: Axes, plan: Plan, shown: Sequence[tuple[Plan, Place]], limit: float | None, key: str) -> None:
+    xs, ys = [x.value for _, (x, _) in shown], [y.value for _, (_, y) in shown]
     what = {"batch": "batch size", "concurrency": "clients", "rate": "requests/s"}[plan.load]
     axes.plot(xs, ys, color=style.colour("blue"), marker="o", ms=3.5, label=f"by {what}")
     planned = _at(plan, key)
     if planned is not None:
-        axes.errorbar(
-            [planned.x.value],
-            [planned.y.value],
-            xerr=_arms(planned.x),
-            yerr=_arms(planned.y),
-            fmt="D",
-            ms=6,
-            color=style.colour("orange"),
-            elinewidth=1.1,
-            capsize=2.5,
-            zorder=4,
-            label=f"planned, {load_words(plan)}, with its 80 % bar",
-        )
+        x, y = planned
+        label, bars = f"planned, {load_words(plan)}, with its 80 % bar", {"xerr": _arms(x), "yerr": _arms(y)}
+        style.ranges(axes, [x.value], [y.value], "orange", label, "D", **bars, ms=6, elinewidth=1.1, zorder=4)
     if limit is not None:
         axes.axvline(limit, color=style.colour("red"), lw=1.2, ls=(0, (5, 1.5)), label="objective")
     logarithmic = style.wants_log([*xs, *([limit] if limit else [])], 12)
@@ -303,7 +285,7 @@ def _arms(estimate: Estimate) -> list[list[float]]:
     return [[estimate.value - estimate.low], [high - estimate.value]]
 
 
-def _name_loads(axes: Axes, shown: Sequence[tuple[Plan, _Place]], xs: Sequence[float], ys: Sequence[float]) -> None:
+def _name_loads(axes: Axes, shown: Sequence[tuple[Plan, Place]], xs: Sequence[float], ys: Sequence[float]) -> None:
     """The load beside its point, where there is room."""
     low, high = axes.get_xlim()
     log = axes.get_xscale() == "log"

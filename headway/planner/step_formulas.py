@@ -11,14 +11,7 @@ from headway.cost.parallel import stages
 from headway.cost.precision import Format
 from headway.cost.shape import ModelShape
 from headway.cost.timing import LINEAR, PartTime
-from headway.cost.work import (
-    LAYER_NORM_FLOPS,
-    NORMALISATION,
-    RMS_NORM_FLOPS,
-    Operation,
-    compute_format,
-    total,
-)
+from headway.cost.work import LAYER_NORM_FLOPS, NORMALISATION, RMS_NORM_FLOPS, Operation, compute_format, total
 from headway.planner.formula import Formula, Number, added, bracketed, given, larger, ms, rounded, smaller
 from headway.planner.plan import Plan, PlannedStep
 from headway.policy.cache.kv_groups import group_windows, layers_per_group

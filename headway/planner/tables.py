@@ -6,10 +6,8 @@ from headway.cost.work import Operation, Work
 from headway.planner.plan import Estimate, Plan, PlannedStep
 from headway.planner.technique_formulas import of_techniques
 from headway.planner.words import amount, bar, dollars, gigabytes, seconds, share_of_memory, timed
-from headway.report.parts import Cell, Table, cells
+from headway.report.parts import NOTHING, Table, cells
 from headway.report.style import number
-
-NOTHING = Cell("–", "quiet")
 
 
 def tables(plan: Plan, narrow: bool = False) -> tuple[Table, ...]:

@@ -20,6 +20,9 @@ class Cell:
     detail: str = ""
 
 
+NOTHING = Cell("–", "quiet")
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under headings.

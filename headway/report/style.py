@@ -195,6 +195,11 @@ def band(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[fl
         axes.fill_between(x, low, high, color=hue, alpha=0.16, lw=0, **more)
 
 
+def ranges(axes: Axes, x: Sequence[float], y: Sequence[float], hue: str, label: str, mark: str, **more: Any) -> None:
+    """Points with the bars of their intervals: `xerr` or `yerr`, as of matplotlib, and the points' size `ms`."""
+    axes.errorbar(x, y, fmt=mark, color=colour(hue), label=label, capsize=2.5, **more)
+
+
 def legend_outside(figure: Figure, panels: Sequence[Axes], columns: int, above: bool = False) -> None:
     """A legend below or above the panels: whatever is labelled in any of them, once."""
     found: dict[str, Artist] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from headway.bench.client.conversations import Conversations
-from headway.bench.client.dispatch import Firsts, Graph, LoadMode, Loop, due_after, loops_of
+from headway.bench.client.dispatch import Firsts, Graph, LoadMode, Loop, Pace, due_after, loops_of
 from headway.load.record import Failure, FailureKind, RequestRecord
 from headway.load.request import PlannedRequest
 from headway.load.workload.build import Workload
@@ -73,7 +73,7 @@ class Clients:
         self._conversations = Conversations(workload.requests)
         self._histories: dict[int, list[int]] = {}  # of requests that go on from an answer and wait for others
         graphs = self._conversations.graphs
-        self._loops, self._scheduled = loops_of(graphs, mode, max_concurrency, workload.users)
+        self._loops, self._scheduled = loops_of(graphs, Pace(mode, max_concurrency, workload.users))
         self._most = max_concurrency if mode is LoadMode.OPEN else None
         self._deadline_ns = None if duration_s is None else BEGAN_NS + round(duration_s * 1e9)
         self._due: dict[str, _Due] = {}

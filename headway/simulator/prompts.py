@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from headway.load.request import Prompt
-from headway.load.workload.prompts import MadePrompt, Members
+from headway.load.workload.prompts import MadePrompt, Members, TokenSource
 from headway.simulator.options import CHARACTERS
 from headway.text.tokenizer import Tokenizer
 
@@ -16,7 +16,7 @@ _FIRST = 0x4E00  # the first of so many characters of two bytes
 _FIRST_ID = 0x10000  # where a tokenizer's ids begin
 
 
-class SketchSource:
+class SketchSource(TokenSource):
     """A source of prompts that have as many characters as the real ones have tokens.
 
     Args:
@@ -25,16 +25,10 @@ class SketchSource:
 
     size = _MEMBERS
     added_tokens = 0
-    token_ids = False
-    is_text = False
-    estimates = False
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.openers = np.arange(_MEMBERS)
         self._tokenizer = tokenizer
-
-    def members_for(self, tokens: int) -> int:
-        return tokens
 
     def render(self, members: Members, tokens: int, fixed: int, spare: np.random.Generator) -> MadePrompt:
         return MadePrompt(Prompt(text=(members + _FIRST).astype("<u2").tobytes().decode("utf-16-le")), len(members))

@@ -142,7 +142,7 @@ class Simulation(Runner):
             if asked.trace_output is not None:
                 write_trace(asked.trace_output, fleet)
                 self.out.print(Text(f"Trace: {asked.trace_output}", style="dim"), soft_wrap=True)
-        return result, self.summarise(result, workload, result.server["price_per_hour"])
+        return result, self.summarise(result, workload.notes, result.server["price_per_hour"])
 
     def compare(self, what_ifs: list[WhatIf]) -> int:
         """The workload as asked, and with each change, in one table."""
@@ -153,7 +153,7 @@ class Simulation(Runner):
         runs = []
         for number, (name, how) in enumerate(servers.items(), start=1):
             runs.append(self.run_on(how, load, name))
-            self.save(*runs[-1], number=number)
+            self.save(runs[-1], number)
         letters = [letter(place) for place in range(len(runs))]
         legend = tuple(f"{each}  {name}" for each, name in zip(letters, servers, strict=True))
         table = sweep_table(runs, "", self.claims, intervals=False, names=letters)
@@ -169,9 +169,9 @@ class Simulation(Runner):
         run = self.run_on(deploy, load)
         others = {title: self.run_on(how, load, title)[0].records for title, how in COUNTERFACTUALS.items()}
         table = tail_table(run[0].records, others)
-        self.print(*run)
+        self.print(run)
         print_table(self.out, table)
-        self.save(*run)
+        self.save(run)
         self.report([run], extra=[Section("The tail", tables=(table,))])
         return self.exit_code([run])
 
@@ -183,7 +183,7 @@ class Simulation(Runner):
             spec = replace(self.options.workload, seed=self.options.workload.seed + seed)
             load = load_of(spec, self.options.max_concurrency)
             runs.append(self.run_on(deploy, load, f"{replicas} replicas", replicas))
-            return outcome_of(runs[-1][0], 0.0, self.claims.objectives)
+            return outcome_of(runs[-1][0], 0.0)
 
         found = fewest_replicas(probe, self.claims.attainment)
         at_once = isinstance(load_of(self.options.workload, self.options.max_concurrency).spec.arrival, AllAtOnce)
@@ -191,7 +191,7 @@ class Simulation(Runner):
         print_table(self.out, table)
         of_fewest = [run for run in runs if run[0].server["replicas"] == found.fewest]
         chosen = (of_fewest or runs)[-1:]
-        self.save(*chosen[0])
+        self.save(chosen[0])
         self.report(chosen, extra=[Section("Replicas", tables=(table,))])
         return self.exit_code([]) if found.fewest is not None else NOT_VALID
 

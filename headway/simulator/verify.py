@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 
+from headway.bench.client.load import Pace
 from headway.bench.interrupts import Interrupted, interrupts, unless_stopped
 from headway.bench.options import Target
 from headway.bench.profile.local_server import LocalServer
@@ -190,11 +191,9 @@ async def measure(session: Session, load: Load, stop: asyncio.Event) -> Measured
     workload = build_workload(load.spec, session.source, chat=False, context=session.server.max_model_len)
     result = await session.measure(
         workload,
+        Pace(load.mode, load.max_concurrency, duration_s=load.spec.duration_s),
         settings={"seed": load.spec.seed},
-        mode=load.mode,
-        max_concurrency=load.max_concurrency,
         warm_ups=warm_up_requests(workload, session.source, _WARM_UPS),
-        duration_s=load.spec.duration_s,
         stop=stop,
     )
     if stop.is_set():

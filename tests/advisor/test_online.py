@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.tuned_server import Counted, TunedServer
 from headway.advisor.online.forecast import Forecast
 from headway.advisor.online.levers import Levers, limits_of
 from headway.advisor.online.traffic import GOOD_ENOUGH, Load
 from headway.advisor.online.tuner import CPU_CREDIT_S, CPU_SHARE, MOST_HARM, TAIL, S
-from headway.advisor.online.virtual import Counted, TunedServer
 from headway.advisor.tuning.race import FAILED, loss
 from headway.changes import applied
 from headway.policy.admission.queue_bound import QueueLimits

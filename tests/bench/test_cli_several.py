@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from headway.bench import max_rate
+from headway.bench.client.dispatch import Pace
 from headway.bench.jobs import sweep_loads
 from headway.bench.max_rate import Prober
 from headway.bench.options import BenchOptions, Output, Sweep, Target
@@ -28,6 +29,7 @@ from headway.load.measures.numbers import Summary
 from headway.load.measures.search import SearchOptions
 from headway.load.record import ClientHealth, RunResult
 from headway.load.workload.arrival_flags import ArrivalFlags
+from headway.load.workload.build import Workload
 from headway.load.workload.spec import WorkloadSpec
 from tests.bench.command_line import CommandLine
 from tests.bench.script import script
@@ -255,12 +257,10 @@ def test_a_server_that_is_lost_ends_a_sweep_and_keeps_what_was_measured(
 ) -> None:
     measure = Session.measure
 
-    async def lose_it_at_the_second(
-        self: Session, *args: Any, max_concurrency: int | None, **options: Any
-    ) -> RunResult:
-        if max_concurrency == 2:
+    async def lose_it_at_the_second(self: Session, workload: Workload, pace: Pace, **options: Any) -> RunResult:
+        if pace.max_concurrency == 2:
             raise BenchError("all 3 warm-up requests failed")
-        return await measure(self, *args, max_concurrency=max_concurrency, **options)
+        return await measure(self, workload, pace, **options)
 
     monkeypatch.setattr(Session, "measure", lose_it_at_the_second)
     report = tmp_path / "[/bold]" / "sweep.html"

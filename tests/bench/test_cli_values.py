@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.commands import fold_objectives
+from headway.cli.spellings import fold_objectives
 from tests.bench.command_line import CommandLine
 from tests.bench.scripted_server import ScriptedServer
 

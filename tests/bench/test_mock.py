@@ -7,7 +7,7 @@ import statistics
 import httpx
 import pytest
 
-from headway.bench.client.load import LoadMode, run_load
+from headway.bench.client.load import LoadMode, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import probe
 from headway.bench.mock import MockOptions, MockServer
@@ -22,7 +22,7 @@ async def answered(options: MockOptions, count: int, tokens: int, api: str = "co
     async with MockServer(options).listening() as url:
         found = await probe(Endpoint(url, api=api))  # type: ignore[arg-type]
         async with OpenAIClient(found.endpoint) as client:
-            outcome = await run_load(client, requests, mode=LoadMode.CLOSED, max_concurrency=count)
+            outcome = await run_load(client, requests, Pace(LoadMode.CLOSED, count))
     return outcome.records
 
 

@@ -30,7 +30,7 @@ def saved(folder: Path, name: str, gap: float, **fields: object) -> Path:
     result = run(records, seconds=1.0, **fields)
     result.settings |= {"label": "", "goodput_by_class": {}}
     path = folder / name
-    write_json(path, to_json(result, summarise_all(result), percentiles=[50.0], objectives={}, objectives_by_class={}))
+    write_json(path, to_json(result, summarise_all(result), percentiles=[50.0]))
     return path
 
 

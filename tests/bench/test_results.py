@@ -79,7 +79,8 @@ def test_a_run_comes_back_as_it_was(tmp_path: Path, detailed: bool) -> None:
 @pytest.mark.parametrize("records", [[], [failed(0)], [request(0, [5])]])
 def test_runs_of_nearly_nothing_come_back_too(tmp_path: Path, records: list[RequestRecord]) -> None:
     result = run(records)
-    values = saved(result, tmp_path / "a.json", save_detailed=True, objectives={"ttft": 1.0})
+    result.settings["goodput"] = {"ttft": 1.0}
+    values = saved(result, tmp_path / "a.json", save_detailed=True)
     assert load_json(tmp_path / "a.json") == result
     assert values["completed"] == sum(record.ok for record in records)
 
@@ -128,13 +129,9 @@ def test_the_keys_hold_what_vllm_bench_serve_would_compute(tmp_path: Path) -> No
         request(3, [3000], due=2900, tokens=4, prompt=60),
         failed(4),
     ]
-    values = saved(
-        run(records),
-        tmp_path / "a.json",
-        percentiles=[90],
-        save_detailed=True,
-        objectives={"ttft": 150.0, "tpot": 20.0},
-    )
+    result = run(records)
+    result.settings["goodput"] = {"ttft": 150.0, "tpot": 20.0}
+    values = saved(result, tmp_path / "a.json", percentiles=[90], save_detailed=True)
     assert (values["date"], values["model_id"], values["num_prompts"]) == ("20260304-050607", "org/tiny", 5)
     assert (values["completed"], values["failed"], values["duration"]) == (4, 1, 10.0)
     assert (values["total_input_tokens"], values["total_output_tokens"]) == (180, 13)
@@ -343,7 +340,8 @@ def test_the_name_of_the_file_is_one_that_a_file_can_have(tmp_path: Path) -> Non
 
 def test_a_row_for_each_request(tmp_path: Path) -> None:
     result = a_run()
-    write_csv(tmp_path / "r.csv", result, {"e2el": 400.0})
+    result.settings["goodput"] = {"e2el": 400.0}
+    write_csv(tmp_path / "r.csv", result)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
     assert [int(row["index"]) for row in rows] == list(range(63))
     record, row = result.records[9], rows[9]

@@ -9,7 +9,7 @@ import pytest
 
 from headway.bench import session as session_module
 from headway.bench.client.asker import Asker, Reply
-from headway.bench.client.load import LoadMode
+from headway.bench.client.load import LoadMode, Pace
 from headway.bench.options import Target
 from headway.bench.session import Session
 from headway.load.errors import BenchError
@@ -50,9 +50,7 @@ def workload_of(session: Session, count: int = 4, **options: int) -> Workload:
 
 
 async def measured(session: Session, workload: Workload, *, keep_text: bool = False) -> RunResult:
-    return await session.measure(
-        workload, settings={"label": "a"}, mode=LoadMode.CLOSED, max_concurrency=2, keep_text=keep_text
-    )
+    return await session.measure(workload, Pace(LoadMode.CLOSED, 2), settings={"label": "a"}, keep_text=keep_text)
 
 
 async def test_what_a_run_keeps(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,18 +117,14 @@ async def test_all_warm_ups_failed(scripted: ScriptedServer) -> None:
     session = dataclasses.replace(session, server=dataclasses.replace(session.server, endpoint=cut))
     workload = workload_of(session)
     with pytest.raises(BenchError, match=f"^{scripted.url}: all 2 warm-up requests failed"):
-        await session.measure(
-            workload, settings={}, mode=LoadMode.CLOSED, max_concurrency=1, warm_ups=workload.requests[:2]
-        )
+        await session.measure(workload, Pace(LoadMode.CLOSED, 1), settings={}, warm_ups=workload.requests[:2])
 
 
 async def test_stopped(scripted: ScriptedServer) -> None:
     session = await Session.open(Target(scripted.url))
     stop = asyncio.Event()
     stop.set()
-    result = await session.measure(
-        workload_of(session, 50), settings={}, mode=LoadMode.CLOSED, max_concurrency=1, stop=stop
-    )
+    result = await session.measure(workload_of(session, 50), Pace(LoadMode.CLOSED, 1), settings={}, stop=stop)
     assert result.interrupted and result.settings["never_due"] > 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, field
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 from headway.bench.options import BenchOptions
 from headway.bench.profile.options import ProfileOptions
-from headway.cli import COMMANDS, main
+from headway.cli import COMMANDS, command_of, main
 from headway.cli.commands import fail, with_flags
 from headway.engine.config import EngineConfig
 from headway.flags import Flag, flags_of, size
@@ -165,7 +164,7 @@ def test_the_help_says_of_each_command_what_that_says_of_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, said in COMMANDS.items():
-        command = typer.main.get_command(importlib.import_module(f"headway.cli.{name}").app)
+        command = command_of(name)
         assert command.help is not None and command.help.split("\n\n")[0].replace("\n", " ") == said
     monkeypatch.setattr(sys, "argv", ["headway", "--help"])
     with pytest.raises(SystemExit):

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from headway.cli.serve import app
+from headway.cli.serve import serve as app
 from headway.engine.config import EngineConfig
 from headway.policy.cache.handle import KEY_VARIABLE
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable, ServiceClass

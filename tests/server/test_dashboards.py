@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from headway.cli.dashboard import app
+from headway.cli.dashboard import dashboard as app
 from headway.server.metrics.dashboards import Queries, dashboard, panels, rules
 from tests.server.conftest import StartServer
 

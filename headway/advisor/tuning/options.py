@@ -40,8 +40,7 @@ class TuneOptions:
     workload: WorkloadSpec
     claims: Claims
     model: Annotated[
-        str | None,
-        Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True),
+        str | None, Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True)
     ] = None
     max_concurrency: MaxConcurrency = None
     budget_s: Annotated[

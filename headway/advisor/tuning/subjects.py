@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from headway.advisor.tuning.options import TUNABLE, TuneOptions
 from headway.bench.interrupts import unless_stopped
@@ -28,32 +27,13 @@ OTHER_DEVICE = "cuda"  # the default of --max-num-batched-tokens is that of a GP
 Records = Sequence[RequestRecord]
 
 
-class Subject(Protocol):
-    """A server under a load.
+class Subject:
+    """A server under a load. It is started for each measurement, and a client puts the load on it.
 
     Attributes:
         device: cpu or cuda, once learn() has run or somebody who knows has set it.
         tunable: fields of SchedulingOptions that can be changed; None for all that candidates have.
     """
-
-    device: str
-    tunable: frozenset[str] | None
-
-    async def learn(self) -> list[Records]:
-        """Measure the settings as given, with LEARN_SEEDS, and learn what a simulation needs."""
-        ...
-
-    async def measured(self, scheduling: SchedulingOptions, seeds: Sequence[int]) -> list[Records]:
-        """Start the server with these settings; what came of the load with each seed."""
-        ...
-
-    async def simulated(self, scheduling: SchedulingOptions, seed: int) -> Records | None:
-        """The same, simulated; None where nothing is known. Raises ValueError where settings contradict each other."""
-        ...
-
-
-class _Live:
-    """A server that is started for each measurement, and a client that puts the load on it."""
 
     def __init__(self, options: TuneOptions, stop: asyncio.Event) -> None:
         self._options, self._stop = options, stop
@@ -62,6 +42,18 @@ class _Live:
         spec = options.workload
         arrival = make_arrival(options.arrivals, None if spec.mix else spec.dataset_name)
         self._load = load_of(dataclasses.replace(spec, arrival=arrival), options.max_concurrency)
+
+    async def learn(self) -> list[Records]:
+        """Measure the settings as given, with LEARN_SEEDS, and learn what a simulation needs."""
+        return await self.measured(self._options.scheduling, LEARN_SEEDS)
+
+    async def measured(self, scheduling: SchedulingOptions, seeds: Sequence[int]) -> list[Records]:
+        """Start the server with these settings; what came of the load with each seed."""
+        raise NotImplementedError
+
+    async def simulated(self, scheduling: SchedulingOptions, seed: int) -> Records | None:
+        """The same, simulated; None where nothing is known. Raises ValueError where settings contradict each other."""
+        return None
 
     async def _runs(
         self, server: AbstractAsyncContextManager[LocalServer | StartedServer], seeds: Sequence[int]
@@ -76,7 +68,7 @@ class _Live:
         return dataclasses.replace(self._load, spec=spec)
 
 
-class HeadwayServer(_Live):
+class HeadwayServer(Subject):
     """`headway serve`. Steps of the baseline are recorded, and the simulator learns from them how long they take."""
 
     def __init__(self, options: TuneOptions, stop: asyncio.Event) -> None:
@@ -113,7 +105,7 @@ class HeadwayServer(_Live):
         return LocalServer([*named, *serve_flags(options.model_options, scheduling), *more], options.ready_timeout_s)
 
 
-class OtherServer(_Live):
+class OtherServer(Subject):
     """Any server with an OpenAI API, by the command that starts it. Nothing is known of its steps.
 
     Args:
@@ -126,20 +118,12 @@ class OtherServer(_Live):
         self.device = OTHER_DEVICE
         self.tunable = placeholders(self._start) & frozenset(TUNABLE)
 
-    async def learn(self) -> list[Records]:
-        """See Subject."""
-        return await self.measured(self._options.scheduling, LEARN_SEEDS)
-
     async def measured(self, scheduling: SchedulingOptions, seeds: Sequence[int]) -> list[Records]:
         """See Subject."""
         port = free_port()
         command = start_command(self._start, scheduling, self.device, port)
         server = StartedServer(command, f"http://127.0.0.1:{port}", self._options.ready_timeout_s)
         return [each.result.records for each in await self._runs(server, seeds)]
-
-    async def simulated(self, scheduling: SchedulingOptions, seed: int) -> Records | None:
-        """See Subject."""
-        return None
 
 
 def start_command(start: str, scheduling: SchedulingOptions, device: str, port: int | str = "{port}") -> list[str]:

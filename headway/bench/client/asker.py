@@ -107,6 +107,11 @@ class Asker:
         except RequestFailed:
             return Reply()
 
+    async def metrics(self) -> str:
+        """The text of /metrics; "" where it cannot be had."""
+        reply = await self.look("GET", "/metrics")
+        return reply.raw.decode(errors="replace") if reply.status == 200 else ""
+
     async def _exchange(self, method: str, route: str, content: dict[str, Any] | None, timeout_s: float) -> Reply:
         reply = Reply()
         head = self.client.head(method, route, self.endpoint.all_headers())

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from headway.bench.client.alarm import Alarm
 from headway.bench.client.conversations import Conversations, continued
+from headway.load.errors import BenchError
 from headway.load.record import Failure, FailureKind, RequestRecord
 from headway.load.request import PlannedRequest, Prompt
 
@@ -24,6 +26,34 @@ from headway.load.request import PlannedRequest, Prompt
 class LoadMode(StrEnum):
     OPEN = "open"  # at each request's arrival_s; with max_concurrency it may have to wait for a place
     CLOSED = "closed"  # max_concurrency users: each sends its next request when its last one has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When requests are sent, and how long they are awaited.
+
+    Args:
+        max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
+        users: in mode OPEN, of classes that are closed loops of their own.
+        duration_s: what is due later is not sent; what is under way then is awaited.
+        drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
+            requests in flight fail with DRAIN_LIMIT. None sets no limit.
+        grace_s: how long requests under way are awaited after a run is stopped.
+
+    Raises:
+        BenchError: the drain time is not finite.
+    """
+
+    mode: LoadMode = LoadMode.OPEN
+    max_concurrency: int | None = None
+    users: Mapping[str, int] = field(default_factory=dict)
+    duration_s: float | None = None
+    drain_s: float | None = None
+    grace_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.drain_s is not None and not 0 <= self.drain_s < math.inf:
+            raise BenchError(f"the drain time is {self.drain_s} s; it must be 0 s or more, and finite")
 
 
 class LoadStage(StrEnum):
@@ -115,15 +145,7 @@ class Dispatch:
     """
 
     def __init__(
-        self,
-        client: Sender,
-        conversations: Conversations,
-        mode: LoadMode,
-        max_concurrency: int | None,
-        duration_s: float | None,
-        as_messages: bool,
-        listener: LoadListener,
-        users: Mapping[str, int],
+        self, client: Sender, conversations: Conversations, pace: Pace, as_messages: bool, listener: LoadListener
     ) -> None:
         self.records: list[RequestRecord] = []
         self.began_ns = time.monotonic_ns()
@@ -134,10 +156,10 @@ class Dispatch:
         self._client = client
         self._conversations = conversations
         # A closed loop is limited by the number of its users.
-        self._max_concurrency = max_concurrency if mode is LoadMode.OPEN else None
-        self._loops, self._scheduled = loops_of(conversations.graphs, mode, max_concurrency, users)
+        self._max_concurrency = pace.max_concurrency if pace.mode is LoadMode.OPEN else None
+        self._loops, self._scheduled = loops_of(conversations.graphs, pace)
         self._prompts: dict[int, Prompt] = {}  # of requests that go on from an answer and wait for others
-        self._duration_s = duration_s
+        self._pace = pace
         self._as_messages = as_messages
         self._listener = listener
         self._deadline_ns: int | None = None
@@ -151,7 +173,7 @@ class Dispatch:
         self._finished = asyncio.Event()
         self._error: BaseException | None = None
 
-    async def go(self, stop: asyncio.Event, drain_s: float | None, grace_s: float, at_ns: int | None = None) -> None:
+    async def go(self, stop: asyncio.Event, at_ns: int | None = None) -> None:
         """Run until all is done, or nothing happens for `drain_s`, or `stop` is set and the grace over.
 
         Args:
@@ -161,22 +183,23 @@ class Dispatch:
         self._stop = stop
         try:
             self._begin(at_ns)
-            await self._wait(stop, self._deadline_ns, drain_s)
+            await self._wait(stop, self._deadline_ns)
             if self._is_too_late(time.monotonic_ns()) and not (self._finished.is_set() or stop.is_set()):
                 self._drain()
                 self._no_more_waiting = True
                 self._give_up_waiting("it still had no place when the run ended")
-                await self._wait(stop, None, drain_s)
+                await self._wait(stop, None)
             if not self._finished.is_set():
                 self.interrupted = stop.is_set()
                 self._closing = True
                 self._later.clear()
                 if not self.interrupted:
-                    limit = f"nothing was left to send and no request ended for {drain_s or 0.0:g} s (--drain-timeout)"
+                    silent_s = self._pace.drain_s or 0.0
+                    limit = f"nothing was left to send and no request ended for {silent_s:g} s (--drain-timeout)"
                     self._end = Failure(FailureKind.DRAIN_LIMIT, f"drain limit: {limit}")
                 self._give_up_waiting("it still had no place when the run was stopped")
                 if self.interrupted and self._under_way:
-                    await asyncio.wait(self._under_way, timeout=grace_s)
+                    await asyncio.wait(self._under_way, timeout=self._pace.grace_s)
         finally:
             self._closing = True
             self._alarm.close()
@@ -194,8 +217,8 @@ class Dispatch:
         graphs = self._conversations.graphs
         # Time 0 is when the list below has been made.
         self.began_ns = at_ns or time.monotonic_ns() + 10_000_000 + 5_000 * len(graphs)
-        if self._duration_s is not None:
-            self._deadline_ns = self.began_ns + round(self._duration_s * 1e9)
+        if self._pace.duration_s is not None:
+            self._deadline_ns = self.began_ns + round(self._pace.duration_s * 1e9)
         self._listener.stage(LoadStage.LOAD)
         self._listener.began(self.began_ns)
         self._last_ns = self.began_ns
@@ -206,14 +229,14 @@ class Dispatch:
                 self._next_graph(loop, self.began_ns)
         self._check_finished()
 
-    async def _wait(self, stop: asyncio.Event, until_ns: int | None, drain_s: float | None) -> None:
+    async def _wait(self, stop: asyncio.Event, until_ns: int | None) -> None:
         """Wait until all is done, `stop` is set, it is `until_ns`, or the drain limit is reached."""
         waits = [asyncio.create_task(self._finished.wait()), asyncio.create_task(stop.wait())]
         try:
             while not (self._finished.is_set() or stop.is_set()):
                 limits = [] if until_ns is None else [until_ns]
-                if drain_s is not None:
-                    limits.append(self._last_event_ns() + round(drain_s * 1e9))
+                if self._pace.drain_s is not None:
+                    limits.append(self._last_event_ns() + round(self._pace.drain_s * 1e9))
                 left_s = (min(limits) - time.monotonic_ns()) / 1e9 if limits else None
                 if left_s is not None and left_s <= 0.0:
                     break
@@ -417,13 +440,11 @@ def due_after(planned: PlannedRequest, ended_ns: int, began_ns: int) -> int:
     return max(ended_ns + round(planned.think_s * 1e9), began_ns + round(planned.not_before_s * 1e9))
 
 
-def loops_of(
-    graphs: Sequence[Firsts], mode: LoadMode, max_concurrency: int | None, users: Mapping[str, int]
-) -> tuple[list[Loop], list[Firsts]]:
+def loops_of(graphs: Sequence[Firsts], pace: Pace) -> tuple[list[Loop], list[Firsts]]:
     """The closed loops of a load, and the graphs that are in none."""
-    if mode is LoadMode.CLOSED:
-        return [Loop(max_concurrency or 1, iter(graphs))], []
+    if pace.mode is LoadMode.CLOSED:
+        return [Loop(pace.max_concurrency or 1, iter(graphs))], []
     loops = [
-        Loop(count, iter([each for each in graphs if each[0].class_name == name])) for name, count in users.items()
+        Loop(count, iter([each for each in graphs if each[0].class_name == name])) for name, count in pace.users.items()
     ]
-    return loops, [each for each in graphs if each[0].class_name not in users]
+    return loops, [each for each in graphs if each[0].class_name not in pace.users]

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from headway.bench.client.connection import Connection, Inbox, Receiver
 from headway.bench.client.failures import RequestFailed
-from headway.load.address import Address
-from headway.load.endpoint import Endpoint
+from headway.load.endpoint import Address, Endpoint
 from headway.load.record import FailureKind
 
 

@@ -1,6 +1,6 @@
 """Send a workload on time, and record what came of it.
 
-    outcome = await run_load(client, requests, mode=LoadMode.OPEN, stop=stop)
+    outcome = await run_load(client, requests, Pace(LoadMode.CLOSED, max_concurrency=8), stop=stop)
 
 In an open loop a request is sent when it is due, whatever became of those before it. One that is sent late keeps its
 `scheduled_ns`, so that the delay is seen.
@@ -11,22 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headway.bench.client.conversations import Conversations
-from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Sender
+from headway.bench.client.dispatch import Dispatch, LoadListener, LoadMode, LoadStage, Pace, Sender
 from headway.bench.client.watch import LoopWatch, OpenSockets
 from headway.bench.interrupts import Interrupted, unless_stopped
-from headway.load.errors import BenchError
 from headway.load.record import Failure, RequestRecord, RunResult
 from headway.load.request import PlannedRequest
 
-__all__ = ["LoadListener", "LoadMode", "LoadOutcome", "LoadStage", "Sender", "run_load"]
+__all__ = ["LoadListener", "LoadMode", "LoadOutcome", "LoadStage", "Pace", "Sender", "run_load"]
 
 WARM_UPS_AT_ONCE = 8
+OPEN_LOOP = Pace()
 
 
 @dataclass(slots=True)
@@ -58,15 +57,10 @@ class LoadOutcome(RunResult):
 async def run_load(
     client: Sender,
     requests: Sequence[PlannedRequest],
+    pace: Pace = OPEN_LOOP,
     *,
-    mode: LoadMode = LoadMode.OPEN,
-    max_concurrency: int | None = None,
-    users: Mapping[str, int] | None = None,
     probes: Iterator[PlannedRequest] | None = None,
     warm_ups: Sequence[PlannedRequest] = (),
-    duration_s: float | None = None,
-    drain_s: float | None = None,
-    grace_s: float = 2.0,
     as_messages: bool = False,
     before_load: Callable[[], Awaitable[None]] | None = None,
     begin: Callable[[], Awaitable[int]] | None = None,
@@ -80,15 +74,8 @@ async def run_load(
     Args:
         client: keeps the answer's text (RequestRecord.text) of every request that another follows.
         requests: those of one run. In mode OPEN every first turn has an arrival_s, unless its class is a closed loop.
-        mode: see LoadMode.
-        max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
-        users: in mode OPEN, of classes that are closed loops of their own.
         probes: requests without end, each with an arrival_s; see `probing`.
         warm_ups: sent first, a few at a time, and not recorded. Where all of them fail, the run is not begun.
-        duration_s: what is due later is not sent; what is under way then is awaited.
-        drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
-            requests in flight fail with DRAIN_LIMIT. None sets no limit.
-        grace_s: how long requests under way are awaited after `stop`.
         as_messages: later turns go out as messages, as a chat needs them; else text goes out as one with what follows.
         before_load: awaited between the warm-ups and the first request that is measured.
         begin: awaited when all is ready; gives time 0 of the schedule, in time.monotonic_ns(). None begins at once.
@@ -96,19 +83,13 @@ async def run_load(
         stop: set it to end the run early (Ctrl-C); what was measured is returned.
         listener: is told what happens.
         sockets: gives the file descriptors of the client's busy sockets, to look for unread bytes.
-
-    Raises:
-        BenchError: the drain time is not finite.
     """
-    listener, stop, users = listener or LoadListener(), stop or asyncio.Event(), users or {}
-    if drain_s is not None and not 0 <= drain_s < math.inf:
-        raise BenchError(f"the drain time is {drain_s} s; it must be 0 s or more, and finite")
-    conversations = Conversations(requests)
-    dispatch = Dispatch(client, conversations, mode, max_concurrency, duration_s, as_messages, listener, users)
+    listener, stop = listener or LoadListener(), stop or asyncio.Event()
+    dispatch = Dispatch(client, Conversations(requests), pace, as_messages, listener)
     probed: list[RequestRecord] = []
     sent: LoadOutcome | None = None
     watch = LoopWatch(sockets)
-    failures = await _warm_up(client, warm_ups, max_concurrency or WARM_UPS_AT_ONCE, stop, listener)
+    failures = await _warm_up(client, warm_ups, pace.max_concurrency or WARM_UPS_AT_ONCE, stop, listener)
     gives_up = 0 < len(failures) == len(warm_ups)
     if not gives_up:
         if before_load is not None:
@@ -116,9 +97,9 @@ async def run_load(
         with collector_off():
             at_ns = await begin() if begin is not None else None
             with watch:
-                async with probing(client, probes or iter(()), grace_s) as probed:
+                async with probing(client, probes or iter(()), pace.grace_s) as probed:
                     if elsewhere is None:
-                        await dispatch.go(stop, drain_s, grace_s, at_ns)
+                        await dispatch.go(stop, at_ns)
                     else:
                         sent = await elsewhere(stop)
     listener.stage(LoadStage.DONE)

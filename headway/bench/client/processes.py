@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.bench.client.conversations import Conversations
-from headway.bench.client.dispatch import LoadListener, LoadMode, LoadStage
+from headway.bench.client.dispatch import LoadListener, LoadMode, LoadStage, Pace
 from headway.bench.client.load import LoadOutcome, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.profile.local_server import child_options
@@ -38,17 +38,12 @@ _LENGTH = struct.Struct(">Q")
 
 @dataclass(slots=True)
 class Share:
-    """What one process sends, and how; arguments as those of `run_load`."""
+    """What one process sends, and how."""
 
     endpoint: Endpoint
     keep_text: bool
     requests: list[PlannedRequest]
-    mode: LoadMode
-    max_concurrency: int | None
-    users: dict[str, int]
-    duration_s: float | None = None
-    drain_s: float | None = None
-    grace_s: float = 2.0
+    pace: Pace
 
 
 @dataclass(slots=True)
@@ -72,27 +67,24 @@ def shares_of(whole: Share, count: int) -> list[Share]:
     A closed loop, or an open one with a limit of requests in flight, is dealt to no more processes than it has users or
     places.
     """
-    graphs = Conversations(whole.requests).graphs
-    count = max(1, min(count, len(graphs), *([whole.max_concurrency] if whole.max_concurrency else [])))
-    closed = whole.max_concurrency if whole.mode is LoadMode.CLOSED else None
+    graphs, pace, most = Conversations(whole.requests).graphs, whole.pace, whole.pace.max_concurrency
+    count = max(1, min(count, len(graphs), *([most] if most else [])))
+    closed = most if pace.mode is LoadMode.CLOSED else None
     dealt: Counter[str] = Counter()
     owner: dict[int, int] = {}
     for firsts in graphs:
-        loop = firsts[0].class_name if firsts[0].class_name in whole.users else ""
-        owner[firsts[0].root] = dealt[loop] % (whole.users.get(loop) or closed or count) % count
+        loop = firsts[0].class_name if firsts[0].class_name in pace.users else ""
+        owner[firsts[0].root] = dealt[loop] % (pace.users.get(loop) or closed or count) % count
         dealt[loop] += 1
     requests: list[list[PlannedRequest]] = [[] for _ in range(count)]
     for each in whole.requests:
         requests[owner[each.root]].append(each)
-    return [
-        replace(
-            whole,
-            requests=requests[number],
-            max_concurrency=None if whole.max_concurrency is None else _part(whole.max_concurrency, count, number),
-            users={name: _part(users, count, number) for name, users in whole.users.items()},
-        )
-        for number in range(count)
-    ]
+    shares = []
+    for number in range(count):
+        users = {name: _part(of_class, count, number) for name, of_class in pace.users.items()}
+        own = replace(pace, max_concurrency=None if most is None else _part(most, count, number), users=users)
+        shares.append(replace(whole, requests=requests[number], pace=own))
+    return shares
 
 
 def _part(whole: int, count: int, number: int) -> int:
@@ -309,12 +301,7 @@ async def _serve(out: int) -> None:
             outcome = await run_load(
                 client,
                 share.requests,
-                mode=share.mode,
-                max_concurrency=share.max_concurrency,
-                users=share.users,
-                duration_s=share.duration_s,
-                drain_s=share.drain_s,
-                grace_s=share.grace_s,
+                share.pace,
                 as_messages=share.endpoint.is_chat,
                 begin=begin,
                 stop=stop,

@@ -13,8 +13,7 @@ from headway.bench.profile.result import LengthProfile, Opportunity, ProfileResu
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.cost.roofline import Roofline
 from headway.report import style
-from headway.report.roofline import Marks, draw_roofline
-from headway.report.spots import Spot
+from headway.report.roofline import Marks, Spot, draw_roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,37 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headway.bench.profile.local_server import child_options
 from headway.calibration.peaks import MachinePeaks
 from headway.load.errors import BenchError
+
+if TYPE_CHECKING:
+    from headway.bench.profile.model import ProfiledModel
+    from headway.bench.profile.options import ProfileOptions
+
+
+async def peaks_for(
+    options: ProfileOptions, model: ProfiledModel, on_line: Callable[[str], None] = lambda line: None
+) -> MachinePeaks:
+    """The peaks that a model's passes are compared with, from --calibration or measured now.
+
+    Raises:
+        BenchError: there are none of the model's products in the file, or measuring failed.
+    """
+    if options.calibration is None:
+        return await measure_peaks(options.device, model.products, options.num_threads, on_line)
+    peaks = read_peaks(options.calibration)
+    if model.products not in peaks.gemm_flops_per_s:
+        known = ", ".join(peaks.gemm_flops_per_s)
+        raise BenchError(
+            f"--calibration {options.calibration} has measured products in {known}, but the model runs in "
+            f"{model.products}; measure again with --dtype {model.products}"
+        )
+    return peaks
 
 
 def read_peaks(path: Path) -> MachinePeaks:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from headway.engine.config import ModelOptions
 from headway.flags import Flag
@@ -34,8 +34,7 @@ class ProfileOptions(ModelOptions):
         str | None, Flag("Folder of a checkpoint, or a Hugging Face id; default: the bundled model.", positional=True)
     ] = None
     base_url: Annotated[
-        str | None,
-        Flag("Profile the server at this address, of Headway, vLLM or llama.cpp, instead of starting one."),
+        str | None, Flag("Profile the server at this address, of Headway, vLLM or llama.cpp, instead of starting one.")
     ] = None
     api_key: Annotated[
         str | None,
@@ -89,6 +88,13 @@ def check_options(options: ProfileOptions) -> None:
     name = options.result_name
     if name is not None and (not name or name in (".", "..") or Path(name).name != name):
         raise BenchError(f"--result-name is {name!r}; it must be the plain name of a folder")
+
+
+def settings_of(options: ProfileOptions) -> dict[str, Any]:
+    """JSON-able: what was asked for, without secrets."""
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    del settings["given"], settings["api_key"]
+    return settings
 
 
 def fitting_lengths(options: ProfileOptions, max_model_len: int) -> tuple[int, ...]:

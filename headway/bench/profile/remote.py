@@ -10,21 +10,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from headway.bench.client.load import LoadMode
+from headway.bench.client.load import LoadMode, Pace
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.options import Target
 from headway.bench.profile import figures, tables
-from headway.bench.profile.machine import measure_peaks, read_peaks
+from headway.bench.profile.machine import peaks_for
 from headway.bench.profile.model import ProfiledModel, find_model
-from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
-from headway.bench.profile.result import LengthProfile, length_as_json, profile_length
+from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths, settings_of
+from headway.bench.profile.result import Profile, length_as_json, profile_length
 from headway.bench.profile.stages import STAGES
 from headway.bench.results import write_json
 from headway.bench.session import Session
@@ -46,8 +45,8 @@ _OF_A_START = {"serve_arguments", "naive", "ready_timeout_s"} | {each.name for e
 _OF_A_MODEL = {"dtype", "quantization", "kv_cache_dtype", "device", "num_threads"}
 
 
-@dataclass(slots=True)
-class RemoteProfile:
+@dataclass(slots=True, kw_only=True)
+class RemoteProfile(Profile):
     """One profile of a running server.
 
     Args:
@@ -57,17 +56,8 @@ class RemoteProfile:
 
     url: str
     about: Mapping[str, Any]
-    settings: dict[str, Any]
-    began_at: str
-    lengths: list[LengthProfile] = field(default_factory=list)
     model: ProfiledModel | None = None
     peaks: MachinePeaks | None = None
-    interrupted: bool = False
-
-    @property
-    def measured(self) -> list[LengthProfile]:
-        """Lengths whose stages are known."""
-        return [each for each in self.lengths if each.stages_ms]
 
     @property
     def ok(self) -> bool:
@@ -101,11 +91,15 @@ async def profile_server(options: ProfileOptions, console: Console, stop: asynci
         session = await unless_stopped(stop, Session.open(Target(options.base_url, api_key=options.api_key)))
         if options.model is not None:
             model = find_model(options.model, options.dtype, "auto", options.kv_cache_dtype, options.quantization)
-            peaks = await unless_stopped(stop, _peaks(options, model))
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-        del settings["given"], settings["api_key"]
+            peaks = await unless_stopped(stop, peaks_for(options, model))
         result = RemoteProfile(
-            options.base_url, session.server.about, settings, began.isoformat(timespec="seconds"), [], model, peaks
+            url=options.base_url,
+            about=session.server.about,
+            settings=settings_of(options),
+            began_at=began.isoformat(timespec="seconds"),
+            lengths=[],
+            model=model,
+            peaks=peaks,
         )
         for length in fitting_lengths(options, session.server.max_model_len or UNKNOWN_CONTEXT):
             await _measure(options, session, length, result, stop)
@@ -129,12 +123,6 @@ def _check(options: ProfileOptions) -> None:
         )
 
 
-async def _peaks(options: ProfileOptions, model: ProfiledModel) -> MachinePeaks:
-    if options.calibration is not None:
-        return read_peaks(options.calibration)
-    return await measure_peaks(options.device, model.products, options.num_threads, lambda stage: None)
-
-
 async def _measure(
     options: ProfileOptions, session: Session, length: int, result: RemoteProfile, stop: asyncio.Event
 ) -> None:
@@ -152,10 +140,9 @@ async def _measure(
     workload = build_workload(spec, session.source, chat=False, context=session.server.max_model_len)
     measured = await session.measure(
         workload,
+        Pace(LoadMode.CLOSED, 1),
         settings={},
-        mode=LoadMode.CLOSED,
         cache_salt=secrets.token_hex(8) if session.server.endpoint.cache_salt else "",
-        max_concurrency=1,
         warm_ups=warm_up_requests(workload, session.source, 1),
         stop=stop,
     )
@@ -185,11 +172,10 @@ def stages_of_metrics(result: RunResult, done: Sequence[RequestRecord]) -> dict[
 
 def _tables(result: RemoteProfile) -> list[Table]:
     found = [tables.latency_table(result)]
-    if result.measured:
+    if result.typical is not None:
         found.append(tables.stage_table(result))
         if result.model is not None:
-            found.append(tables.achieved_table(result))
-            found.append(tables.opportunity_table(result.measured[len(result.measured) // 2]))
+            found += [tables.achieved_table(result), tables.opportunity_table(result.typical)]
     return found
 
 

@@ -69,9 +69,29 @@ class Opportunity:
         return max(0.0, self.measured_ms - self.floor_ms)
 
 
-@dataclass(slots=True)
-class ProfileResult:
-    """One profile.
+@dataclass(slots=True, kw_only=True)
+class Profile:
+    """What any profile has: its settings, and the lengths that were measured."""
+
+    settings: dict[str, Any]
+    began_at: str
+    lengths: list[LengthProfile]
+    interrupted: bool = False
+
+    @property
+    def measured(self) -> list[LengthProfile]:
+        """Lengths whose stages are known."""
+        return [each for each in self.lengths if each.stages_ms]
+
+    @property
+    def typical(self) -> LengthProfile | None:
+        """The prompt length in the middle, which texts talk about."""
+        return self.measured[len(self.measured) // 2] if self.measured else None
+
+
+@dataclass(slots=True, kw_only=True)
+class ProfileResult(Profile):
+    """One profile of a server of its own.
 
     Args:
         engine_stages: seconds of each stage of the engine's start.
@@ -86,24 +106,10 @@ class ProfileResult:
     startup: Startup
     engine_stages: dict[str, float]
     server_version: str
-    lengths: list[LengthProfile]
-    settings: dict[str, Any]
-    began_at: str
     kernels: dict[int, Kernels] = field(default_factory=dict)
     naive: Naive | None = None
-    interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
-
-    @property
-    def measured(self) -> list[LengthProfile]:
-        """Lengths of which at least one request came back with a ledger."""
-        return [each for each in self.lengths if each.stages_ms]
-
-    @property
-    def typical(self) -> LengthProfile | None:
-        """The prompt length in the middle, which texts talk about."""
-        return self.measured[len(self.measured) // 2] if self.measured else None
 
     @property
     def pool_bytes(self) -> int:

@@ -9,10 +9,8 @@ import os
 import re
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -26,16 +24,16 @@ from rich.progress import (
 )
 
 import headway
-from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, run_load
+from headway.bench.client.load import LoadListener, LoadMode, LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.interrupts import Interrupted, unless_stopped
 from headway.bench.profile import tables
 from headway.bench.profile.kernels import Kernels, timed_kernels
 from headway.bench.profile.local_server import LocalServer
-from headway.bench.profile.machine import measure_peaks, read_peaks
+from headway.bench.profile.machine import peaks_for
 from headway.bench.profile.model import ProfiledModel, find_model
 from headway.bench.profile.naive import Naive, naive_of
-from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths
+from headway.bench.profile.options import ProfileOptions, check_options, fitting_lengths, settings_of
 from headway.bench.profile.page import banners, page_of
 from headway.bench.profile.result import ProfileResult, profile_length
 from headway.bench.report.verdict import count
@@ -81,7 +79,7 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     _check_place(folder)
     try:
         with _progress(Console(stderr=True)) as progress:
-            result = await _measure(options, model, began, progress, stop)
+            result = await _Profiling(options, model, progress, stop).measure(began)
     except Interrupted:
         raise BenchError("stopped before anything was measured; nothing was written") from None
     result.folder = folder
@@ -91,147 +89,129 @@ async def run_profile(options: ProfileOptions, console: Console, stop: asyncio.E
     return result
 
 
-async def _measure(
-    options: ProfileOptions, model: ProfiledModel, began: datetime, progress: Progress, stop: asyncio.Event
-) -> ProfileResult:
-    peaks = await unless_stopped(stop, _peaks(options, model, progress))
-    task = _stage(progress, "starting the server")
+class _Profiling:
+    """One profile while it is made."""
 
-    def say(line: str) -> None:
-        progress.update(task, description=f"starting the server: {' '.join(line.split())}"[:70])
+    def __init__(self, options: ProfileOptions, model: ProfiledModel, progress: Progress, stop: asyncio.Event) -> None:
+        self._options, self._model, self._progress, self._stop = options, model, progress, stop
 
-    async with _started(LocalServer(serve_arguments(options, model), options.ready_timeout_s, say), stop) as server:
-        progress.remove_task(task)
-        lengths = fitting_lengths(options, server.startup.max_model_len)
-        stages, version = await unless_stopped(stop, asyncio.to_thread(_ask, server.startup.url))
-        outcome = await _send(options, model, server, lengths, progress, stop)
-        kernels = {} if outcome.interrupted else await _kernels(options, model, server, lengths, progress)
-        naive = None if outcome.interrupted else await _naive(options, model, server, lengths, outcome, progress, stop)
-        died = server.died()
-    if outcome.interrupted and not _done(outcome):
-        raise Interrupted
-    if peaks.busy and options.calibration is None:
-        # What was measured must not be lost over this.
-        with contextlib.suppress(Interrupted, BenchError):
-            peaks = peaks.or_better(await unless_stopped(stop, _peaks(options, model, progress)))
-    result = ProfileResult(
-        model=model,
-        peaks=peaks,
-        startup=server.startup,
-        engine_stages=stages,
-        server_version=version,
-        lengths=[
-            profile_length(
-                length,
-                [record for record in _done(outcome) if record.planned_prompt_tokens == length],
-                options.percentiles,
-                model,
-                peaks,
+    async def measure(self, began: datetime) -> ProfileResult:
+        """Start the server, and ask it for all. Raises BenchError, or Interrupted before anything was measured."""
+        options, model, stop = self._options, self._model, self._stop
+        peaks = await unless_stopped(stop, self._peaks())
+        task = self._stage("starting the server")
+
+        def say(line: str) -> None:
+            self._progress.update(task, description=f"starting the server: {' '.join(line.split())}"[:70])
+
+        async with _started(LocalServer(serve_arguments(options, model), options.ready_timeout_s, say), stop) as server:
+            self._progress.remove_task(task)
+            url, lengths = server.startup.url, fitting_lengths(options, server.startup.max_model_len)
+            stages, version = await unless_stopped(stop, asyncio.to_thread(_ask, url))
+            outcome = await self._send(url, lengths)
+            kernels = {} if outcome.interrupted else await self._kernels(url, lengths)
+            naive = None if outcome.interrupted else await self._naive(url, lengths, outcome)
+            died = server.died()
+        if outcome.interrupted and not _done(outcome):
+            raise Interrupted
+        if peaks.busy and options.calibration is None:
+            # What was measured must not be lost over this.
+            with contextlib.suppress(Interrupted, BenchError):
+                peaks = peaks.or_better(await unless_stopped(stop, self._peaks()))
+        settings = settings_of(options)
+        result = ProfileResult(
+            model=model,
+            peaks=peaks,
+            startup=server.startup,
+            engine_stages=stages,
+            server_version=version,
+            lengths=[
+                profile_length(
+                    length,
+                    [record for record in _done(outcome) if record.planned_prompt_tokens == length],
+                    options.percentiles,
+                    model,
+                    peaks,
+                )
+                for length in lengths
+            ],
+            settings={"threads": settings.pop("num_threads"), **settings},
+            began_at=began.isoformat(timespec="seconds"),
+            kernels=kernels,
+            naive=naive,
+            interrupted=outcome.interrupted,
+        )
+        result.lengths = [each for each in result.lengths if each.completed or each.failures]
+        result.notes = [*([died] if died else []), *outcome.client.reasons, *_remarks(result, outcome)]
+        return result
+
+    async def _peaks(self) -> MachinePeaks:
+        options, model = self._options, self._model
+        if options.calibration is not None:
+            return await peaks_for(options, model)
+        task = self._stage("measuring the machine")
+        try:
+            return await peaks_for(
+                options, model, lambda stage: self._progress.update(task, description=f"measuring the machine: {stage}")
             )
-            for length in lengths
-        ],
-        settings=_settings(options),
-        began_at=began.isoformat(timespec="seconds"),
-        kernels=kernels,
-        naive=naive,
-        interrupted=outcome.interrupted,
-    )
-    result.lengths = [each for each in result.lengths if each.completed or each.failures]
-    result.notes = [*([died] if died else []), *outcome.client.reasons, *_remarks(result, outcome)]
-    return result
+        finally:
+            self._progress.remove_task(task)
+
+    async def _send(self, url: str, lengths: tuple[int, ...]) -> LoadOutcome:
+        options = self._options
+        warm_ups, requests = await asyncio.to_thread(
+            plan_requests, self._model.folder, lengths, options.repeats, options.output_len, options.seed
+        )
+        task = self._stage(
+            f"{count(len(lengths), 'prompt length')}, {count(options.repeats, 'request')} each", len(requests)
+        )
+        every, numbers = max(1, len(requests) // LINES_IN_A_LOG), itertools.count(1)
+
+        def done() -> None:
+            self._progress.advance(task)
+            if (number := next(numbers)) % every == 0 and not self._progress.console.is_terminal:
+                self._progress.console.print(f"{number} of {len(requests)} requests", highlight=False)
+
+        return await send_all(url, warm_ups, requests, options.request_timeout_s, self._stop, done)
+
+    async def _kernels(self, url: str, lengths: tuple[int, ...]) -> dict[int, Kernels]:
+        """One request more of each length, whose kernels are timed."""
+        options = self._options
+        task = self._stage("timing kernels")
+        _, requests = await asyncio.to_thread(
+            plan_requests, self._model.folder, lengths, 1, options.output_len, options.seed + 1
+        )
+        found = await asyncio.to_thread(timed_kernels, url, requests, options.request_timeout_s)
+        self._progress.remove_task(task)
+        return found
+
+    async def _naive(self, url: str, lengths: tuple[int, ...], outcome: LoadOutcome) -> Naive | None:
+        """The answer to a prompt of the middle length, token by token without a cache."""
+        options = self._options
+        if not options.naive:
+            return None
+        prompt = lengths[len(lengths) // 2]
+        passes = range(prompt, prompt + options.output_len)
+        warm_ups, requests = await asyncio.to_thread(plan_requests, self._model.folder, passes, 1, 1, options.seed + 2)
+        task = self._stage("answering without a KV cache", len(requests))
+        single = await send_all(
+            url, warm_ups[:1], requests, options.request_timeout_s, self._stop, lambda: self._progress.advance(task)
+        )
+        if single.interrupted:
+            return None
+        cached = [record for record in _done(outcome) if record.planned_prompt_tokens == prompt]
+        return naive_of(prompt, sorted(single.records, key=lambda record: record.index), cached)
+
+    def _stage(self, title: str, total: int | None = None) -> TaskID:
+        """Begin to show a stage. Where there is no terminal it is a line, so that a log shows signs of life."""
+        if not self._progress.console.is_terminal:
+            self._progress.console.print(f"{title} ...")
+        return self._progress.add_task(title, total=total)
 
 
 def _done(outcome: LoadOutcome) -> list[RequestRecord]:
     """Requests that ended by themselves, and not because the user stopped the run."""
     return [r for r in outcome.records if r.failure is None or r.failure.kind is not FailureKind.ABANDONED]
-
-
-async def _peaks(options: ProfileOptions, model: ProfiledModel, progress: Progress) -> MachinePeaks:
-    if options.calibration is not None:
-        peaks = read_peaks(options.calibration)
-        if model.products not in peaks.gemm_flops_per_s:
-            known = ", ".join(peaks.gemm_flops_per_s)
-            raise BenchError(
-                f"--calibration {options.calibration} has measured products in {known}, but the model runs in "
-                f"{model.products}; measure again with --dtype {model.products}"
-            )
-        return peaks
-    task = _stage(progress, "measuring the machine")
-    try:
-        return await measure_peaks(
-            options.device,
-            model.products,
-            options.num_threads,
-            lambda stage: progress.update(task, description=f"measuring the machine: {stage}"),
-        )
-    finally:
-        progress.remove_task(task)
-
-
-async def _send(
-    options: ProfileOptions,
-    model: ProfiledModel,
-    server: LocalServer,
-    lengths: tuple[int, ...],
-    progress: Progress,
-    stop: asyncio.Event,
-) -> LoadOutcome:
-    warm_ups, requests = await asyncio.to_thread(
-        plan_requests, model.folder, lengths, options.repeats, options.output_len, options.seed
-    )
-    task = _stage(
-        progress, f"{count(len(lengths), 'prompt length')}, {count(options.repeats, 'request')} each", len(requests)
-    )
-    every, numbers = max(1, len(requests) // LINES_IN_A_LOG), itertools.count(1)
-
-    def done() -> None:
-        progress.advance(task)
-        if (number := next(numbers)) % every == 0 and not progress.console.is_terminal:
-            progress.console.print(f"{number} of {len(requests)} requests", highlight=False)
-
-    return await send_all(server.startup.url, warm_ups, requests, options.request_timeout_s, stop, done)
-
-
-async def _kernels(
-    options: ProfileOptions, model: ProfiledModel, server: LocalServer, lengths: tuple[int, ...], progress: Progress
-) -> dict[int, Kernels]:
-    """One request more of each length, whose kernels are timed."""
-    task = _stage(progress, "timing kernels")
-    _, requests = await asyncio.to_thread(plan_requests, model.folder, lengths, 1, options.output_len, options.seed + 1)
-    found = await asyncio.to_thread(timed_kernels, server.startup.url, requests, options.request_timeout_s)
-    progress.remove_task(task)
-    return found
-
-
-async def _naive(
-    options: ProfileOptions,
-    model: ProfiledModel,
-    server: LocalServer,
-    lengths: tuple[int, ...],
-    outcome: LoadOutcome,
-    progress: Progress,
-    stop: asyncio.Event,
-) -> Naive | None:
-    """The answer to a prompt of the middle length, token by token without a cache."""
-    if not options.naive:
-        return None
-    prompt = lengths[len(lengths) // 2]
-    passes = range(prompt, prompt + options.output_len)
-    warm_ups, requests = await asyncio.to_thread(plan_requests, model.folder, passes, 1, 1, options.seed + 2)
-    task = _stage(progress, "answering without a KV cache", len(requests))
-    url, timeout_s = server.startup.url, options.request_timeout_s
-    single = await send_all(url, warm_ups[:1], requests, timeout_s, stop, lambda: progress.advance(task))
-    if single.interrupted:
-        return None
-    cached = [record for record in _done(outcome) if record.planned_prompt_tokens == prompt]
-    return naive_of(prompt, sorted(single.records, key=lambda record: record.index), cached)
-
-
-def _stage(progress: Progress, title: str, total: int | None = None) -> TaskID:
-    """Begin to show a stage. Where there is no terminal it is a line, so that a log shows signs of life."""
-    if not progress.console.is_terminal:
-        progress.console.print(f"{title} ...")
-    return progress.add_task(title, total=total)
 
 
 @contextlib.asynccontextmanager
@@ -256,12 +236,6 @@ def _ask(url: str) -> tuple[dict[str, float], str]:
     with direct.open(f"{url}/metrics", timeout=30) as answer:
         series = parse_metrics(answer.read().decode()).series.get("startup_seconds", {})
     return {dict(labels)["stage"]: seconds for labels, seconds in series.items()}, headway.__version__
-
-
-def _settings(options: ProfileOptions) -> dict[str, Any]:
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    del settings["given"], settings["api_key"]
-    return {"threads": settings.pop("num_threads"), **settings}
 
 
 def _remarks(result: ProfileResult, outcome: LoadOutcome) -> list[str]:
@@ -378,10 +352,8 @@ async def send_all(
         outcome = await run_load(
             client,
             requests,
-            mode=LoadMode.CLOSED,
-            max_concurrency=1,
+            Pace(LoadMode.CLOSED, 1, grace_s=0.0),
             warm_ups=warm_ups,
-            grace_s=0.0,
             stop=stop,
             listener=_Progress(on_done),
             sockets=client.busy_sockets,

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from headway.bench.profile.kernels import KINDS
 from headway.bench.profile.naive import Naive
-from headway.bench.profile.result import LengthProfile, ProfileResult, opportunities
+from headway.bench.profile.result import LengthProfile, Profile, ProfileResult, opportunities
 from headway.bench.profile.stages import BY_KEY, STAGES
 from headway.bench.report.tables import percentile_cell
 from headway.report.parts import Cell, Table, cells
 from headway.report.style import number
 
-
-class Measured(Protocol):
-    """What tables of requests need of a profile."""
-
-    settings: dict[str, Any]
-    lengths: list[LengthProfile]
-
-    @property
-    def measured(self) -> list[LengthProfile]: ...
-
-
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "ttlt_ms": "TTLT"}
 
 
-def latency_table(result: Measured) -> Table:
+def latency_table(result: Profile) -> Table:
     """TTFT, TPOT and TTLT for each prompt length: extremes, the median, and the percentiles that can be claimed."""
     rows = [(each, name) for each in result.lengths for name in METRICS if each.latencies[name].count]
     asked = [p for p in result.settings["percentiles"] if p != 50.0]
@@ -64,7 +51,7 @@ def _latency_row(each: LengthProfile, name: str, shown: list[float]) -> tuple[Ce
     )
 
 
-def stage_table(result: Measured) -> Table:
+def stage_table(result: Profile) -> Table:
     """Milliseconds in each stage and its share: a column for each prompt length."""
     lengths = result.measured
     rows = [
@@ -87,7 +74,7 @@ def stage_table(result: Measured) -> Table:
     )
 
 
-def achieved_table(result: Measured) -> Table:
+def achieved_table(result: Profile) -> Table:
     """Compute beside the roofline, for prefill and for the mean decode step."""
     rows = []
     for each in result.measured:

@@ -133,17 +133,8 @@ def _points(axes: Axes, chosen: Sequence[tuple[int, Difference]], colour: str, l
     ratios_ = [each.ratio or 1.0 for _, each in chosen]
     low = [max(ratio - (each.ratio_low or ratio), 0.0) for ratio, (_, each) in zip(ratios_, chosen, strict=True)]
     high = [max((each.ratio_high or ratio) - ratio, 0.0) for ratio, (_, each) in zip(ratios_, chosen, strict=True)]
-    axes.errorbar(
-        ratios_,
-        [row for row, _ in chosen],
-        xerr=[low, high],
-        fmt="D" if colour == "red" else "o",
-        ms=4.5,
-        color=style.colour(colour),
-        elinewidth=1.4,
-        capsize=2.5,
-        label=label,
-    )
+    rows, mark = [row for row, _ in chosen], "D" if colour == "red" else "o"
+    style.ranges(axes, ratios_, rows, colour, label, mark, xerr=[low, high], ms=4.5, elinewidth=1.4)
 
 
 def comparison_banners(comparison: Comparison, a: str, b: str) -> tuple[Banner, ...]:

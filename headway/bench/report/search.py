@@ -9,7 +9,7 @@ from headway.load.measures.anytime import least_blocks
 from headway.load.measures.search import SearchResult, Stop
 from headway.load.measures.trials import Trial, Verdict
 from headway.report import style
-from headway.report.parts import Banner, Cell, Picture, Section, Table, Tone, cells
+from headway.report.parts import NOTHING, Banner, Cell, Picture, Section, Table, Tone, cells
 from headway.report.style import number, sentence
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _row(trial: Trial) -> tuple[Cell, ...]:
     reason = next((probe.reason for probe in trial.probes if not probe.valid), "")
     word = f"{trial.verdict} (client-bound)" if trial.client and trial.verdict is Verdict.FAILED else str(trial.verdict)
     verdict = Cell(f"not valid: {reason}", "bad") if reason else Cell(word, TONES[trial.verdict])
-    known = share if trial.total else Cell("–", "quiet")
+    known = share if trial.total else NOTHING
     return cells(number(trial.rate), str(len(trial.probes)), f"{trial.total:,}", known, behind, verdict)
 
 
@@ -152,21 +152,10 @@ def attainment_of_rates(found: SearchResult, target: float = 0.99) -> Figure:
     for verdict, mark, colour, label in MARKS:
         chosen = [trial for trial in tried if trial.verdict is verdict]
         if chosen:
-            shares = [100 * trial.share for trial in chosen]
-            axes.errorbar(
-                [trial.rate for trial in chosen],
-                shares,
-                yerr=[
-                    [max(share - 100 * trial.low, 0.0) for share, trial in zip(shares, chosen, strict=True)],
-                    [max(100 * trial.high - share, 0.0) for share, trial in zip(shares, chosen, strict=True)],
-                ],
-                fmt=mark,
-                ms=5,
-                color=style.colour(colour),
-                elinewidth=1.2,
-                capsize=2.5,
-                label=label,
-            )
+            rates, shares = [trial.rate for trial in chosen], [100 * trial.share for trial in chosen]
+            below = [max(100 * trial.share - 100 * trial.low, 0.0) for trial in chosen]
+            above = [max(100 * trial.high - 100 * trial.share, 0.0) for trial in chosen]
+            style.ranges(axes, rates, shares, colour, label, mark, yerr=[below, above], ms=5, elinewidth=1.2)
     axes.axhline(100 * target, color=style.colour("red"), lw=1, ls=(0, (4, 3)), label=f"target {100 * target:g} %")
     if found.rate is not None and found.above is not None:
         axes.axvspan(found.rate, found.above, color=style.colour("gold"), alpha=0.18, lw=0, label="the limit is here")

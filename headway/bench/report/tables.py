@@ -15,13 +15,11 @@ from headway.bench.report.views import Run, load_of, main_views, part_views, pro
 from headway.load.measures.client_effect import SPOILT, is_spoilt
 from headway.load.measures.numbers import Attainment, Distribution, Percentile, Summary, Validity
 from headway.load.record import ClientHealth, RunResult
-from headway.report.parts import Cell, Table, Tone, cells
+from headway.report.parts import NOTHING, Cell, Table, Tone, cells
 from headway.report.style import number, plain
 
 Row = tuple[str, Sequence[str | Cell]]  # its label, and a value for each column
 
-NO_VALUE = "–"
-NOTHING = Cell(NO_VALUE, "quiet")
 LATENCY_NOTE = (
     "Milliseconds, with the 95 % interval below each percentile. Schedule: counted from when a request was due; send: "
     "from when it was sent. Needs N+: this percentile needs at least N samples; more if requests depend on each other, "
@@ -384,7 +382,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
-        elif (text := value_in_words(value)) != NO_VALUE:
+        elif (text := value_in_words(value)) != NOTHING.text:
             found.append((f"{prefix}{name}", text))
     return found
 
@@ -399,7 +397,7 @@ def value_in_words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.6g}"
-    return NO_VALUE if value is None or value == "" else str(value)
+    return NOTHING.text if value is None or value == "" else str(value)
 
 
 def sweep_table(

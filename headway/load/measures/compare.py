@@ -13,7 +13,7 @@ from headway.load.errors import BenchError
 from headway.load.measures.bootstrap import Estimate, block_weights, estimate, run_test
 from headway.load.measures.dependence import block_length
 from headway.load.measures.run_statistics import FAMILIES, STATISTICS, RunStatistics, Statistic
-from headway.load.measures.slo import Objectives
+from headway.load.measures.slo import NO_GOALS, Goals
 from headway.load.option_values import check_objectives, parse_goodput
 from headway.load.record import RunResult
 
@@ -89,8 +89,6 @@ def compare(
     a: RunResult | Sequence[RunResult],
     b: RunResult | Sequence[RunResult],
     *,
-    objectives: Objectives | None = None,
-    objectives_by_class: Mapping[str, Objectives] | None = None,
     confidence: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
@@ -99,11 +97,10 @@ def compare(
 
     One run each: block bootstrap over requests, paired by index where both had the same workload. It cannot see what
     differs from one run to the next. Several runs: Welch's t-test on the runs' own statistics, paired by seed where
-    each seed occurs once on either side. docs/statistics.md explains both.
+    each seed occurs once on either side. docs/statistics.md explains both. There is an attainment where all runs had
+    the same objectives.
 
     Args:
-        objectives, objectives_by_class: in ms, for both sides. Without the former it is the setting `goodput` where
-            all runs have the same; without any there is no attainment.
         confidence: that of each interval. The chance that any verdict "real" is wrong is at most 1 - confidence.
         resamples, seed: the number of resamples, and the seed of the bootstrap. The same seed gives the same verdicts.
 
@@ -115,10 +112,10 @@ def compare(
     one_each = len(a_runs) == len(b_runs) == 1
     same = one_each and _same_workload(a_runs[0], b_runs[0])
     keep = _completed_in_both(a_runs[0], b_runs[0]) if same else None
-    objectives = objectives or _shared_objectives(a_runs + b_runs)
+    goals = _shared_goals(a_runs + b_runs)
 
     def statistics(runs: list[RunResult]) -> list[RunStatistics]:
-        return [RunStatistics.of(run, objectives, objectives_by_class, confidence, keep) for run in runs]
+        return [RunStatistics.of(run, goals, confidence, keep) for run in runs]
 
     if one_each:
         paired = same
@@ -172,13 +169,13 @@ def _same_workload(a: RunResult, b: RunResult) -> bool:
     return planned(a) == planned(b) and all(a.settings.get(key) == b.settings.get(key) for key in _WORKLOAD)
 
 
-def _shared_objectives(runs: list[RunResult]) -> Objectives | None:
-    """What all the runs were asked to meet, from their settings; None where that differs."""
+def _shared_goals(runs: list[RunResult]) -> Goals:
+    """What all the runs were asked to meet, from their settings; nothing where that differs."""
     stated = [run.settings.get("goodput") for run in runs]
     first = stated[0]
     if not first or any(each != first for each in stated):
-        return None
-    return check_objectives(first, "goodput") if isinstance(first, Mapping) else parse_goodput(first)
+        return NO_GOALS
+    return {"": check_objectives(first, "goodput") if isinstance(first, Mapping) else parse_goodput(first)}
 
 
 def _completed_in_both(a: RunResult, b: RunResult) -> set[int]:

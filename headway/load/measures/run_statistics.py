@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from headway.load.measures.bootstrap import Replicates, quantile, ratio_of_sums
 from headway.load.measures.latencies import Latencies
 from headway.load.measures.numbers import Distribution
 from headway.load.measures.percentiles import distribution, samples_needed
-from headway.load.measures.slo import Objectives, missed_objectives
+from headway.load.measures.slo import Goals, missed_objectives
 from headway.load.measures.throughput import whole_run_rates
 from headway.load.record import RequestRecord, RunResult
 
@@ -67,8 +67,7 @@ class RunStatistics:
     def of(
         cls,
         run: RunResult,
-        objectives: Objectives | None,
-        objectives_by_class: Mapping[str, Objectives] | None,
+        goals: Goals,
         confidence: float,
         keep: set[int] | None = None,
     ) -> RunStatistics:
@@ -80,7 +79,7 @@ class RunStatistics:
         latencies = Latencies.of(record for record in run.records if keep is None or record.index in keep)
         completed = sorted((record for record in run.records if record.ok), key=lambda record: record.last_token_ns)
         ends = np.array([run.began_ns, *(record.last_token_ns for record in completed)], dtype=np.int64)
-        missed = missed_objectives(run.records, objectives, objectives_by_class)
+        missed = missed_objectives(run.records, goals)
         judged = sorted((record for record in run.records if record.index in missed), key=_order(paired))
         samples, distributions = _samples(latencies, paired, confidence)
         return cls(

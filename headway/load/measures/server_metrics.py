@@ -14,14 +14,15 @@ from typing import Any
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels to value
 
+PREEMPTIONS = ("num_preemptions_total", "num_retracted_requests_total")
 # Our name: theirs, of which the first that a server has is taken.
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens_total",),
     "generation_tokens": ("generation_tokens_total", "tokens_predicted_total"),
-    "preemptions": ("num_preemptions_total", "num_retracted_requests_total"),
+    "preemptions": PREEMPTIONS,
 }
-CACHE_HITS = ("prefix_cache_hits_total", "cached_tokens_total")
-CACHE_QUERIES = ("prefix_cache_queries_total", "prompt_tokens_total")
+HITS = ("prefix_cache_hits_total", "cached_tokens_total")
+QUERIES = ("prefix_cache_queries_total", "prompt_tokens_total")
 TIMES = {
     "ttft": ("time_to_first_token_seconds",),
     "itl": ("inter_token_latency_seconds",),
@@ -186,7 +187,7 @@ class Increase:
 
 
 def _prefix_cache(change: Increase) -> dict[str, float | None] | None:
-    hits, queries = change.total(CACHE_HITS), change.total(CACHE_QUERIES)
+    hits, queries = change.total(HITS), change.total(QUERIES)
     if hits is None or queries is None:
         return None
     return {"queries": queries, "hits": hits, "hit_rate": hits / queries if queries else None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +19,22 @@ from headway.policy.objectives.objectives import OBJECTIVES
 FAILED = "failed"
 
 Objectives = Mapping[str, float]  # {"ttft": 200.0, ...}, in ms
+Goals = Mapping[str, Objectives]  # by the class of a request; those of "" are of all whose class has none
+NO_GOALS: Goals = {}
 
 
-def objectives_of(
-    record: RequestRecord, objectives: Objectives | None, by_class: Mapping[str, Objectives] | None
-) -> Objectives:
+def goals_of(settings: Mapping[str, Any]) -> Goals:
+    """What the requests of a run were to meet, by its settings."""
+    return {"": settings.get("goodput") or {}, **(settings.get("goodput_by_class") or {})}
+
+
+def objectives_of(record: RequestRecord, goals: Goals) -> Objectives:
     """What this request was to meet: its class's objectives, else the general ones; empty where there are none."""
-    of_class = (by_class or {}).get(record.class_name)
-    return of_class or objectives or {}
+    return goals.get(record.class_name) or goals.get("", {})
 
 
 def missed_objectives(
-    records: Iterable[RequestRecord],
-    objectives: Objectives | None,
-    by_class: Mapping[str, Objectives] | None = None,
-    since: Since = "schedule",
+    records: Iterable[RequestRecord], goals: Goals, since: Since = "schedule"
 ) -> dict[int, tuple[str, ...]]:
     """Which objectives each request missed, by its index; () when it met all. A failed request missed "failed".
 
@@ -40,7 +42,7 @@ def missed_objectives(
     by their client, and might still have met theirs. An answer of one token, or that came in one chunk, meets any TPOT.
     """
     records = list(records)
-    judged = {record.index: objectives_of(record, objectives, by_class) for record in records}
+    judged = {record.index: objectives_of(record, goals) for record in records}
     missed: dict[int, tuple[str, ...]] = {}
     latencies = Latencies.of(records)
     measured = {"ttft": latencies.ttft(since), "tpot": latencies.tpot_ms, "e2el": latencies.e2el(since)}
@@ -60,55 +62,43 @@ def missed_objectives(
     return missed
 
 
-def slowness(
-    records: Iterable[RequestRecord], objectives: Objectives | None, by_class: Mapping[str, Objectives] | None = None
-) -> np.ndarray:
+def slowness(records: Iterable[RequestRecord], goals: Goals) -> np.ndarray:
     """For each judged request, by due time: the largest ratio of a latency from the schedule to its limit.
 
     Above 1 it has missed, by `missed_objectives`; inf has failed. Shape (judged requests,).
     """
     records = sorted(records, key=lambda record: record.scheduled_ns)
-    missed = missed_objectives(records, objectives, by_class)
+    missed = missed_objectives(records, goals)
     latencies = Latencies.of(records)
     measured = {"ttft": latencies.ttft("schedule"), "tpot": latencies.tpot_ms, "e2el": latencies.e2el("schedule")}
     found = {}
     for position, record in enumerate(latencies.records):
-        ratios = [measured[key][position] / limit for key, limit in objectives_of(record, objectives, by_class).items()]
+        ratios = [measured[key][position] / limit for key, limit in objectives_of(record, goals).items()]
         found[record.index] = max((ratio for ratio in ratios if not math.isnan(ratio)), default=0.0)
     judged = [record.index for record in records if record.index in missed]
     return np.array([found.get(index, math.inf) for index in judged])
 
 
-def attainment(
-    records: Iterable[RequestRecord],
-    objectives: Objectives | None,
-    *,
-    duration_s: float,
-    by_class: Mapping[str, Objectives] | None = None,
-    since: Since = "schedule",
-    confidence: float = 0.95,
-) -> Attainment | None:
+def attainment(records: Iterable[RequestRecord], goals: Goals, *, duration_s: float) -> Attainment | None:
     """How many requests met all their objectives, and the goodput.
 
     Args:
         duration_s: seconds that the goodput is counted over.
-        by_class: objectives of classes that have their own; `objectives` are those of all other requests.
-        since: latencies count from when requests were due, or from their send (as `vllm bench serve` does).
-        confidence: that of the interval around the share that met, which allows for requests that depend on each other.
 
     Returns:
-        None where no request has objectives. The keys of Attainment.objectives are `ttft` and so on, and
-        `chat.ttft` where classes have different ones.
+        None where no request has objectives. The interval (95 %) around the share that met allows for requests that
+        depend on each other. The keys of Attainment.objectives are `ttft` and so on, and `chat.ttft` where classes have
+        different ones.
     """
     records = list(records)
-    missed = missed_objectives(records, objectives, by_class, since)
-    stated = _stated(records, objectives, by_class)
+    missed = missed_objectives(records, goals)
+    stated = _stated(records, goals)
     if not stated:
         return None
     judged = sorted((record for record in records if record.index in missed), key=lambda record: record.scheduled_ns)
     met = [record for record in judged if not missed[record.index]]
     worth = effective_count(np.array([not missed[record.index] for record in judged], dtype=float))
-    low, high = proportion_interval(len(met), len(judged), confidence, n_eff=worth)
+    low, high = proportion_interval(len(met), len(judged), 0.95, n_eff=worth)
     reasons = Counter(reason for of_request in missed.values() for reason in of_request)
     asked = {name.rsplit(".", 1)[-1] for name in stated}
     return Attainment(
@@ -135,10 +125,8 @@ def _missed_when_given_up(record: RequestRecord, limits: Objectives, since: Sinc
     return tuple(key for key in OBJECTIVES if key in limits and waited.get(key, -np.inf) > limits[key])
 
 
-def _stated(
-    records: Iterable[RequestRecord], objectives: Objectives | None, by_class: Mapping[str, Objectives] | None
-) -> dict[str, float]:
-    by_name = {record.class_name: objectives_of(record, objectives, by_class) for record in records}
+def _stated(records: Iterable[RequestRecord], goals: Goals) -> dict[str, float]:
+    by_name = {record.class_name: objectives_of(record, goals) for record in records}
     different = {tuple(sorted(limits.items())) for limits in by_name.values()}
     if len(different) == 1:
         return dict(next(iter(by_name.values())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from headway.load.measures.latencies import Latencies, Since
 from headway.load.measures.numbers import PERCENTILES, Distribution, Graphs, Summary, Validity, Window
 from headway.load.measures.percentiles import distribution, proportion_interval
 from headway.load.measures.phases import phase_lengths
-from headway.load.measures.slo import Objectives, attainment
+from headway.load.measures.slo import NO_GOALS, Goals, attainment
 from headway.load.measures.steady import find_steady_window
 from headway.load.measures.throughput import prompt_tokens, whole_run_rates, window_rates
 from headway.load.record import ClientHealth, FailureKind, RequestRecord, RunResult
@@ -39,8 +39,7 @@ def summarise_all(
     result: RunResult,
     *,
     percentiles: Sequence[float] = PERCENTILES,
-    objectives: Objectives | None = None,
-    objectives_by_class: Mapping[str, Objectives] | None = None,
+    goals: Goals = NO_GOALS,
     price_per_hour: float | None = None,
 ) -> list[Summary]:
     """The whole run first, then its steady state where there is one, then each class and each tenant by name, and
@@ -50,8 +49,7 @@ def summarise_all(
     """
     options: dict[str, Any] = {
         "percentiles": percentiles,
-        "objectives": objectives,
-        "objectives_by_class": objectives_by_class,
+        "goals": goals,
         "price_per_hour": price_per_hour,
     }
     whole = summarise(result, **options)
@@ -104,8 +102,7 @@ def summarise(
     window: Window | None = None,
     part: Part | None = None,
     percentiles: Sequence[float] = PERCENTILES,
-    objectives: Objectives | None = None,
-    objectives_by_class: Mapping[str, Objectives] | None = None,
+    goals: Goals = NO_GOALS,
     price_per_hour: float | None = None,
 ) -> Summary:
     """One view of a run.
@@ -115,7 +112,7 @@ def summarise(
             or a window that was not found, is the whole run.
         part: only requests of which it holds count; None is all.
         percentiles: 0 < p < 100, of every distribution.
-        objectives, objectives_by_class: in ms, see `slo.attainment`.
+        goals: what requests were to meet, see `slo.goals_of`.
         price_per_hour: the price of the machine. There is no cost of a part: all share the machine.
 
     Returns:
@@ -145,9 +142,7 @@ def summarise(
         cancelled=sum(record.cancelled for record in records),
         answers=_answers(latencies, percentiles),
         ended_by=dict(Counter(record.finish_reason or "unknown" for record in latencies.records)),
-        attainment=attainment(
-            records, objectives, duration_s=(ended_ns - began_ns) / 1e9, by_class=objectives_by_class
-        ),
+        attainment=attainment(records, goals, duration_s=(ended_ns - began_ns) / 1e9),
         cost_per_million_output_tokens=cost_per_million_tokens(price, rates["output_throughput"]),
         cost_per_million_tokens=cost_per_million_tokens(price, rates["total_token_throughput"]),
         tps=_tps(latencies),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,10 +18,10 @@ import numpy as np
 from headway.load.errors import BenchError
 from headway.load.request import text_of
 from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Links, SampleRequest, Turns
-from headway.load.workload.files import numbered_lines, read_text, wrong
+from headway.load.workload.files import Line, lines_of, read_text
 from headway.load.workload.lengths import tokens
 from headway.load.workload.texts import TextDataset
-from headway.load.workload.traces import MooncakeRow, checked_messages, decoded, seconds_of, session_of
+from headway.load.workload.traces import checked_messages, seconds_of, session_of, sessions_of
 
 WEKA_BLOCK_SIZE = 64
 MOST_IN_A_GRAPH, DEEPEST = 100_000, 50  # requests; sessions that start each other
@@ -148,8 +147,8 @@ class Agents(TextDataset):
 
     def _read(self) -> Iterator[Turns]:
         """The graphs, in the order of the file. Raises BenchError."""
-        lines = list(numbered_lines(self.path))
-        kind = _kind_of(self.path, *lines[0])
+        lines = list(lines_of(self.path))
+        kind = _kind_of(*lines[0])
         if kind == "weka":
             yield from self._read_weka(lines)
         elif kind == "rows":
@@ -159,22 +158,20 @@ class Agents(TextDataset):
 
     # --- sessions -----------------------------------------------------------------------------------
 
-    def _read_sessions(self, lines: list[tuple[int, str]]) -> Iterator[Turns]:
+    def _read_sessions(self, lines: list[tuple[Line, str]]) -> Iterator[Turns]:
         decode = msgspec.json.Decoder(_Session).decode
-        sessions: dict[str, tuple[int, _Session]] = {}
-        for line, said in lines:
-            session = decoded(decode, self.path, line, said, EXAMPLE)
+        sessions: dict[str, tuple[Line, _Session]] = {}
+        for at, said in lines:
+            session = at.decoded(decode, said, EXAMPLE)
             if isinstance(session.rounds, int) and not 1 <= session.rounds <= MOST_IN_A_GRAPH:
-                raise wrong(self.path, line, f"rounds is {session.rounds}", f"1 to {MOST_IN_A_GRAPH:,} are expected")
-            name = session.session_id or f"line {line}"
+                raise at.wrong(f"rounds is {session.rounds}", f"1 to {MOST_IN_A_GRAPH:,} are expected")
+            name = session.session_id or f"line {at.number}"
             if name in sessions:
-                raise wrong(self.path, line, f"session_id '{name}' was there before", "each session needs its own")
+                raise at.wrong(f"session_id '{name}' was there before", "each session needs its own")
             if bool(session.turns) == session.orchestrator or session.orchestrator != bool(session.stages):
-                raise wrong(
-                    self.path, line, "turns are missing or too many", "turns, or orchestrator and spawns, are expected"
-                )
-            sessions[name] = line, session
-        grower = _Sessions(self.path, sessions)
+                raise at.wrong("turns are missing or too many", "turns, or orchestrator and spawns, are expected")
+            sessions[name] = at, session
+        grower = _Sessions(sessions)
         if any(session.turns and session.turns[0].timestamp is not None for _, session in sessions.values()):
             self.notes.append(f"{self.path.name}: sessions begin as the load says, not at their timestamps")
         started = {child for _, session in sessions.values() for child in _children(session)}
@@ -187,17 +184,13 @@ class Agents(TextDataset):
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def _read_rows(self, lines: list[tuple[int, str]]) -> Iterator[Turns]:
-        decode = msgspec.json.Decoder(MooncakeRow).decode
-        sessions: dict[str, list[tuple[int, MooncakeRow]]] = {}
-        for line, said in lines:
-            row = decoded(decode, self.path, line, said, ROW_EXAMPLE)
+    def _read_rows(self, lines: list[tuple[Line, str]]) -> Iterator[Turns]:
+        sessions = sessions_of(lines, ROW_EXAMPLE)
+        for at, row in (each for rows in sessions for each in rows):
             if row.timestamp is not None:
-                raise wrong(self.path, line, "a timestamp", "rows with times are read by --dataset-name mooncake")
-            sessions.setdefault(row.session_id or f"line {line}", []).append((line, row))
-        self._note_unsaid(sum(row.output_length is None for rows in sessions.values() for _, row in rows))
-        for rows in sessions.values():
-            yield session_of(self.path, rows)
+                raise at.wrong("a timestamp", "rows with times are read by --dataset-name mooncake")
+        self._note_unsaid(sum(row.output_length is None for rows in sessions for _, row in rows))
+        yield from map(session_of, sessions)
 
     def _note_unsaid(self, count: int) -> None:
         if count and self.output_len is None:
@@ -206,26 +199,24 @@ class Agents(TextDataset):
 
     # --- weka ---------------------------------------------------------------------------------------
 
-    def _read_weka(self, lines: list[tuple[int, str]]) -> Iterator[Turns]:
+    def _read_weka(self, lines: list[tuple[Line, str]]) -> Iterator[Turns]:
         decode = msgspec.json.Decoder(_Weka).decode
         text = read_text(self.path)
         whole = len(lines) > 1 and _is_json(text)
-        found = [
-            (line, decoded(decode, self.path, line, said, WEKA_EXAMPLE))
-            for line, said in ([(1, text)] if whole else lines)
-        ]
-        for number, (line, trace) in enumerate(found):
+        lines = [(Line(self.path, 1), text)] if whole else lines
+        found = [(at, at.decoded(decode, said, WEKA_EXAMPLE)) for at, said in lines]
+        for number, (at, trace) in enumerate(found):
             if trace.block_size < 1:
-                raise wrong(self.path, line, f"block_size is {trace.block_size}", "1 or more is expected")
+                raise at.wrong(f"block_size is {trace.block_size}", "1 or more is expected")
             own = trace.hash_id_scope != "global"
             try:
-                graph = _WekaGraph(self.path, line, trace, len(found) if own else 1, number if own else 0).turns
+                graph = _WekaGraph(at, trace, len(found) if own else 1, number if own else 0).turns
             except RecursionError:
-                raise wrong(self.path, line, "sub-agents in sub-agents", "fewer levels of them are expected") from None
+                raise at.wrong("sub-agents in sub-agents", "fewer levels of them are expected") from None
             if graph:
                 yield graph
             else:
-                self.notes.append(f"{self.path.name}: the trace of line {line} has no request; left out")
+                self.notes.append(f"{self.path.name}: the trace of line {at.number} has no request; left out")
 
 
 def _is_json(text: str) -> bool:
@@ -236,14 +227,14 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _kind_of(path: Path, line: int, said: str) -> str:
+def _kind_of(at: Line, said: str) -> str:
     """The format of a file, by its first line; of a file that is one object, by the first part of it."""
     try:
         first = msgspec.json.decode(said)
     except (msgspec.DecodeError, RecursionError):
-        return "weka" if '"requests"' in read_text(path) else "sessions"
+        return "weka" if '"requests"' in read_text(at.path) else "sessions"
     if not isinstance(first, dict):
-        raise wrong(path, line, "this is no object", f"expected as {EXAMPLE}, {ROW_EXAMPLE} or {WEKA_EXAMPLE}")
+        raise at.wrong("this is no object", f"expected as {EXAMPLE}, {ROW_EXAMPLE} or {WEKA_EXAMPLE}")
     if "requests" in first:
         return "weka"
     return "rows" if {"input_length", "text_input", "messages"} & first.keys() else "sessions"
@@ -267,38 +258,39 @@ class _Sessions:
     orchestrator waits for the sessions of the round before.
     """
 
-    def __init__(self, path: Path, sessions: dict[str, tuple[int, _Session]]) -> None:
+    def __init__(self, sessions: dict[str, tuple[Line, _Session]]) -> None:
         self.unsaid = 0
-        self._path, self._sessions = path, sessions
+        self._sessions = sessions
         self._made: list[SampleRequest] = []
 
     def graph(self, root: str) -> Turns:
         self._made = []
-        self._add(root, Links(), ())
+        self._add(self._sessions[root][0], root, Links(), ())
         return tuple(self._made)
 
-    def _add(self, name: str, opens: Links, above: tuple[str, ...], line: int = 0, think_ms: float = 0.0) -> list[int]:
+    def _add(self, at: Line, name: str, opens: Links, above: tuple[str, ...], think_ms: float = 0.0) -> list[int]:
         """Add a session that begins with these links. Returns the places of what a join with it waits for.
 
         Args:
+            at: where it is named.
             think_ms: before its first turn, beside that one's own delay.
         """
         if name not in self._sessions:
-            raise wrong(self._path, line, f"there is no session '{name}'", f"{len(self._sessions)} are in the file")
-        line, session = self._sessions[name]
+            raise at.wrong(f"there is no session '{name}'", f"{len(self._sessions)} are in the file")
+        at, session = self._sessions[name]
         if name in above:
-            raise wrong(self._path, line, f"session '{name}' starts itself", " -> ".join((*above, name)))
+            raise at.wrong(f"session '{name}' starts itself", " -> ".join((*above, name)))
         above = (*above, name)
         if len(above) > DEEPEST:
-            raise wrong(self._path, line, "sessions start each other too deep", f"at most {DEEPEST} are expected")
+            raise at.wrong("sessions start each other too deep", f"at most {DEEPEST} are expected")
         afresh = Links(after=opens.after if opens.follows is None else (opens.follows, *opens.after))
         for child in session.pre_session_spawns:
-            self._add(child, afresh, above, line)
+            self._add(at, child, afresh, above)
         ends: list[int] = []
         for number, stage in enumerate(session.stages):
             links = Links(after=tuple(ends)) if number else afresh
             pause_ms = session.think_time_ms if stage.think_time_ms is None else stage.think_time_ms
-            ends = [place for child in stage.spawns for place in self._add(child, links, above, line, pause_ms)]
+            ends = [place for child in stage.spawns for place in self._add(at, child, links, above, pause_ms)]
         joins: dict[int, list[int]] = {}
         last: int | None = None
         for number, turn in enumerate(session.turns):
@@ -309,30 +301,28 @@ class _Sessions:
                 links = Links(None, (last, *waits)) if session.context_mode == WHOLE else Links(last, waits)
             began = session.turns[0].timestamp
             before = 0.0 if turn.timestamp is None or began is None else turn.timestamp - began
-            last = self._put(line, turn, links, before, 0.0 if number else think_ms)
+            last = self._put(at, turn, links, before, 0.0 if number else think_ms)
             for spawn in turn.spawns:
                 children, join_at = ([spawn], None) if isinstance(spawn, str) else (spawn.children, spawn.join_at)
                 join_at = number + 1 if join_at is None else join_at
                 if join_at <= number or (join_at != number + 1 and join_at >= len(session.turns)):
-                    raise wrong(self._path, line, f"join_at is {join_at}", f"a turn after turn {number} is expected")
+                    raise at.wrong(f"join_at is {join_at}", f"a turn after turn {number} is expected")
                 for child in children:
-                    joins.setdefault(join_at, []).extend(self._add(child, Links(after=(last,)), above, line))
+                    joins.setdefault(join_at, []).extend(self._add(at, child, Links(after=(last,)), above))
             for fork in turn.forks:
                 child, background = (fork, False) if isinstance(fork, str) else (fork.child, fork.background)
                 if not background and number + 1 < len(session.turns):
-                    raise wrong(
-                        self._path, line, f"turn {number} forks '{child}' and goes on", "background: true is expected"
-                    )
-                branch = self._add(child, Links(last), above, line)
+                    raise at.wrong(f"turn {number} forks '{child}' and goes on", "background: true is expected")
+                branch = self._add(at, child, Links(last), above)
                 ends += [] if background else branch
         return ends if last is None else [last, *ends]
 
-    def _put(self, line: int, turn: _Turn, links: Links, before_ms: float, think_ms: float) -> int:
+    def _put(self, at: Line, turn: _Turn, links: Links, before_ms: float, think_ms: float) -> int:
         if len(self._made) == MOST_IN_A_GRAPH:
-            raise wrong(self._path, line, "a graph with too many requests", f"at most {MOST_IN_A_GRAPH:,} are expected")
+            raise at.wrong("a graph with too many requests", f"at most {MOST_IN_A_GRAPH:,} are expected")
         messages = turn.messages
         if (messages is None) == (turn.text is None):
-            raise wrong(self._path, line, "a turn without messages or text, or with both", f"expected as {EXAMPLE}")
+            raise at.wrong("a turn without messages or text, or with both", f"expected as {EXAMPLE}")
         if messages is None:
             messages = [{"role": turn.role, "content": turn.text}]
         answer = turn.output_length if turn.max_tokens is None else turn.max_tokens
@@ -341,11 +331,11 @@ class _Sessions:
         self._made.append(
             SampleRequest(
                 DEFAULT_OUTPUT_TOKENS if answer is None else max(1, answer),
-                messages=checked_messages(self._path, line, messages),
+                messages=checked_messages(at, messages),
                 extra_body={name: value for name, value in extra.items() if value is not None} | turn.extra,
                 links=links,
-                think_s=seconds_of(self._path, line, "delay", turn.delay + think_ms),
-                not_before_s=seconds_of(self._path, line, "timestamp", before_ms),
+                think_s=seconds_of(at, "delay", turn.delay + think_ms),
+                not_before_s=seconds_of(at, "timestamp", before_ms),
             )
         )
         return len(self._made) - 1
@@ -362,8 +352,8 @@ class _WekaGraph:
         traces, number: of the file, so that block ids of two traces differ; 1 and 0 where they mean the same.
     """
 
-    def __init__(self, path: Path, line: int, trace: _Weka, traces: int, number: int) -> None:
-        self._path, self._line, self._block_size = path, line, trace.block_size
+    def __init__(self, at: Line, trace: _Weka, traces: int, number: int) -> None:
+        self._at, self._block_size = at, trace.block_size
         self._traces, self._number = traces, number
         self._made: list[SampleRequest] = []
         self._ended: list[float | None] = []  # of each request, in the trace
@@ -391,7 +381,7 @@ class _WekaGraph:
 
     def _put(self, request: _WekaRequest, at: float, waits: tuple[int, ...]) -> int:
         if min(request.prompt, request.answer, *request.hash_ids) < 0 or request.prompt == 0:
-            raise wrong(self._path, self._line, "a request with a number below 0, or without a prompt", WEKA_EXAMPLE)
+            raise self._at.wrong("a request with a number below 0, or without a prompt", WEKA_EXAMPLE)
         self._began = at if self._began is None else self._began
         ends = [self._ended[place] for place in waits]
         known = [end for end in ends if end is not None]

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from headway.load.errors import BenchError
 
+T = TypeVar("T")
 SHOWN_CHARS = 200
 HUB = "hf:"  # the first part of the path of a file of a Hugging Face dataset, hf://OWNER/NAME/FILE
 
 
-def wrong(path: Path, line: int, what: str, expected: str) -> BenchError:
-    """The error for one line of a file, however much is wrong with it."""
-    what = " ".join(what.split())
-    shown = what if len(what) <= SHOWN_CHARS else f"{what[:SHOWN_CHARS]}..."
-    return BenchError(f"{path}, line {line}: {shown}; {expected}")
+class Line(NamedTuple):
+    """A line of a file, numbered from 1."""
+
+    path: Path
+    number: int
+
+    def wrong(self, what: str, expected: str) -> BenchError:
+        """The error for it, however much is wrong with it."""
+        what = " ".join(what.split())
+        shown = what if len(what) <= SHOWN_CHARS else f"{what[:SHOWN_CHARS]}..."
+        return BenchError(f"{self.path}, line {self.number}: {shown}; {expected}")
+
+    def decoded(self, decode: Callable[[str], T], said: str, expected: str) -> T:
+        """What it says in JSON. Raises BenchError."""
+        try:
+            return decode(said)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise self.wrong(str(error), f"expected as {expected}") from None
 
 
 def is_of_hub(path: Path) -> bool:
@@ -76,21 +93,21 @@ def read_text(path: Path) -> str:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise wrong(path, line, f"byte 0x{raw[error.start]:02x} is not UTF-8", "is it compressed or binary?") from None
+        at = Line(path, raw.count(b"\n", 0, error.start) + 1)
+        raise at.wrong(f"byte 0x{raw[error.start]:02x} is not UTF-8", "is it compressed or binary?") from None
     if not text.strip():
         raise BenchError(f"the dataset {path} is empty; it must have at least one request")
     return text
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line) of each line that is not blank."""
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            yield number, line
+def lines_of(path: Path) -> Iterator[tuple[Line, str]]:
+    """Each line that is not blank, and what it says."""
+    for number, said in enumerate(read_text(path).split("\n"), start=1):
+        if said.strip():
+            yield Line(path, number), said
 
 
-def count_of(path: Path, line: int, name: str, value: str) -> int:
+def count_of(at: Line, name: str, value: str) -> int:
     """A whole number of 0 or more; "374.0" counts as one.
 
     Raises:
@@ -105,5 +122,5 @@ def count_of(path: Path, line: int, name: str, value: str) -> int:
         except (ValueError, OverflowError):
             number = -1
     if number < 0:
-        raise wrong(path, line, f"{name} is '{value}'", "a whole number of tokens is expected")
+        raise at.wrong(f"{name} is '{value}'", "a whole number of tokens is expected")
     return number

@@ -70,13 +70,13 @@ class TokenSource(Protocol):
     size: int
     openers: Members
     added_tokens: int
-    token_ids: bool
-    estimates: bool
-    is_text: bool
+    token_ids: bool = False
+    estimates: bool = False
+    is_text: bool = False
 
     def members_for(self, tokens: int) -> int:
         """How many members make a stretch of `tokens` tokens."""
-        ...
+        return tokens
 
     def render(self, members: Members, tokens: int, fixed: int, spare: np.random.Generator) -> MadePrompt:
         """The prompt of these members, which should be `tokens` long without what the server adds.

@@ -12,10 +12,9 @@ import numpy as np
 
 from headway.load.errors import BenchError
 from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Dataset, SampleRequest, Turns
-from headway.load.workload.files import numbered_lines, read_text, wrong
+from headway.load.workload.files import Line, lines_of, read_text
 from headway.load.workload.lengths import Distribution, tokens
 from headway.load.workload.prompts import TokenSource
-from headway.load.workload.traces import decoded
 
 # What `vllm bench serve` takes of ShareGPT, in tokens.
 FEWEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
@@ -127,7 +126,7 @@ def _sharegpt_entries(path: Path) -> list[list[_Message]]:
             f'{path}: {error}; expected as [{{"conversations": [{{"from": "human", "value": "..."}}, ...]}}]'
         ) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise wrong(path, _line_of_error(text), str(error), "the file must be one JSON list") from None
+        raise Line(path, _line_of_error(text)).wrong(str(error), "the file must be one JSON list") from None
 
 
 def _line_of_error(text: str) -> int:
@@ -193,10 +192,10 @@ class Custom(TextDataset):
 
 def _custom_rows(path: Path) -> Iterator[_CustomRow]:
     decode = msgspec.json.Decoder(_CustomRow).decode
-    for line, said in numbered_lines(path):
-        row = decoded(decode, path, line, said, '{"prompt": "...", "output_tokens": 10}')
+    for at, said in lines_of(path):
+        row = at.decoded(decode, said, '{"prompt": "...", "output_tokens": 10}')
         if not row.prompt:
-            raise wrong(path, line, "the prompt is empty", "a text is expected")
+            raise at.wrong("the prompt is empty", "a text is expected")
         if row.output_tokens is not None and row.output_tokens < 1:
-            raise wrong(path, line, f"output_tokens is {row.output_tokens}", "1 or more is expected")
+            raise at.wrong(f"output_tokens is {row.output_tokens}", "1 or more is expected")
         yield row

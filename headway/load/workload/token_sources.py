@@ -11,7 +11,7 @@ import numpy as np
 
 from headway.load.errors import BenchError
 from headway.load.request import Prompt
-from headway.load.workload.prompts import MadePrompt, Members
+from headway.load.workload.prompts import MadePrompt, Members, TokenSource
 from headway.text.tokenizer import Tokenizer
 
 _TEXT = """
@@ -121,7 +121,7 @@ def _is_stable(tokenizer: Tokenizer, alphabet: Alphabet) -> bool:
     return encoded == [alphabet.ids[member] for member in sample]
 
 
-class TokenizerSource:
+class TokenizerSource(TokenSource):
     """Text measured with the model's tokenizer.
 
     With an alphabet of words that come back as they are a prompt's length is exact. With any other tokenizer each
@@ -132,19 +132,12 @@ class TokenizerSource:
             /v1/completions does. A chat template adds more.
     """
 
-    token_ids = False
-    estimates = False
-    is_text = False
-
     def __init__(self, tokenizer: Tokenizer, added_tokens: int | None = None, alphabet: Alphabet | None = None) -> None:
         self.tokenizer = tokenizer
         self.alphabet = alphabet or alphabet_of(tokenizer)
         self.size = len(self.alphabet.ids)
         self.openers = self.alphabet.openers
         self.added_tokens = len(tokenizer.encode("a")) - self.count("a") if added_tokens is None else added_tokens
-
-    def members_for(self, tokens: int) -> int:
-        return tokens
 
     def render(self, members: Members, tokens: int, fixed: int, spare: np.random.Generator) -> MadePrompt:
         chosen = members.tolist()
@@ -202,7 +195,7 @@ def sentence_starts(pieces: Sequence[str]) -> Members:
     return np.array(found) if len(found) > 1 else np.arange(len(pieces))
 
 
-class TokenIdSource:
+class TokenIdSource(TokenSource):
     """Token ids, for /v1/completions: exact by construction, and nothing is added to them.
 
     Args:
@@ -212,8 +205,6 @@ class TokenIdSource:
     """
 
     token_ids = True
-    estimates = False
-    is_text = False
     added_tokens = 0
 
     def __init__(self, ids: Sequence[int], openers: Members | None = None, tokenizer: Tokenizer | None = None) -> None:
@@ -227,9 +218,6 @@ class TokenIdSource:
         """The ids of what a TokenizerSource writes: the same prompts in the other form."""
         alphabet = alphabet_of(tokenizer)
         return cls(alphabet.ids, alphabet.openers, tokenizer)
-
-    def members_for(self, tokens: int) -> int:
-        return tokens
 
     def render(self, members: Members, tokens: int, fixed: int, spare: np.random.Generator) -> MadePrompt:
         ids = self.ids
@@ -248,7 +236,7 @@ class TokenIdSource:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-class WordSource:
+class WordSource(TokenSource):
     """Everyday words, for a server whose tokenizer is not at hand: lengths are as good as the calibration.
 
     Args:
@@ -256,9 +244,7 @@ class WordSource:
         added_tokens: what the server puts around a prompt.
     """
 
-    token_ids = False
     estimates = True
-    is_text = False
     words: Sequence[str] = WORDS
 
     def __init__(self, tokens_per_word: float = 1.0, added_tokens: int = 0) -> None:

@@ -12,11 +12,11 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,14 +24,13 @@ import numpy as np
 from headway.load.errors import BenchError
 from headway.load.request import Message
 from headway.load.workload.datasets import DEFAULT_OUTPUT_TOKENS, Dataset, Links, SampleRequest, Turns
-from headway.load.workload.files import count_of, numbered_lines, read_text, wrong
+from headway.load.workload.files import Line, count_of, lines_of, read_text
 from headway.load.workload.lengths import Distribution, tokens
 from headway.load.workload.spec import MOONCAKE_BLOCK_SIZE
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 MOONCAKE_EXAMPLE = '{"timestamp": 40, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
-T = TypeVar("T")
 Row = tuple[int, Turns]  # nanoseconds from any origin, and what came then
 
 
@@ -83,22 +82,22 @@ class TraceRows(Dataset):
         return f"{self.name} trace {self.path.name}"
 
 
-def _csv_rows(path: Path, needed: Sequence[str], form: str) -> Iterator[tuple[int, list[str], str]]:
-    """(line number, values of the needed columns, value of the column Model) of each row."""
+def _csv_rows(path: Path, needed: Sequence[str], form: str) -> Iterator[tuple[Line, list[str], str]]:
+    """(line, values of the needed columns, value of the column Model) of each row."""
     reader = csv.reader(io.StringIO(read_text(path), newline=None))
     rows = _rows(path, reader)
     header = [name.strip() for name in next(rows)]
     missing = [name for name in needed if name not in header]
     if missing:
-        raise wrong(path, reader.line_num, f"no column {missing[0]}", f"{form} begins with {','.join(needed)}")
+        raise Line(path, reader.line_num).wrong(f"no column {missing[0]}", f"{form} begins with {','.join(needed)}")
     at = [header.index(name) for name in needed]
     model_at = header.index("Model") if "Model" in header else None
     found = 0
     for row in rows:
         if len(row) != len(header):
-            raise wrong(path, reader.line_num, f"{len(row)} values", f"the header has {len(header)} columns")
+            raise Line(path, reader.line_num).wrong(f"{len(row)} values", f"the header has {len(header)} columns")
         found += 1
-        yield reader.line_num, [row[column] for column in at], row[model_at] if model_at is not None else ""
+        yield Line(path, reader.line_num), [row[column] for column in at], row[model_at] if model_at is not None else ""
     if not found:
         raise BenchError(f"{path} has a header and no requests below it")
 
@@ -108,12 +107,12 @@ def _rows(path: Path, reader: Any) -> Iterator[list[str]]:
     try:
         yield from filter(None, reader)
     except csv.Error as error:
-        raise wrong(path, reader.line_num, str(error), "a line of CSV is expected") from None
+        raise Line(path, reader.line_num).wrong(str(error), "a line of CSV is expected") from None
 
 
-def _request(path: Path, line: int, columns: Sequence[str], prompt: str, answer: str) -> SampleRequest:
-    input_tokens = count_of(path, line, columns[1], prompt)
-    return SampleRequest(count_of(path, line, columns[2], answer), input_tokens)
+def _request(at: Line, columns: Sequence[str], prompt: str, answer: str) -> SampleRequest:
+    input_tokens = count_of(at, columns[1], prompt)
+    return SampleRequest(count_of(at, columns[2], answer), input_tokens)
 
 
 def read_azure(path: Path) -> TraceRows:
@@ -123,19 +122,19 @@ def read_azure(path: Path) -> TraceRows:
         BenchError: naming the file, the line, and what is wrong with it.
     """
     rows: list[Row] = []
-    for line, (came, prompt, answer), _ in _csv_rows(path, AZURE_COLUMNS, "an Azure trace"):
-        rows.append((_azure_time(path, line, came), (_request(path, line, AZURE_COLUMNS, prompt, answer),)))
+    for at, (came, prompt, answer), _ in _csv_rows(path, AZURE_COLUMNS, "an Azure trace"):
+        rows.append((_azure_time(at, came), (_request(at, AZURE_COLUMNS, prompt, answer),)))
     return TraceRows("Azure", path, rows, shares_blocks=False)
 
 
-def _azure_time(path: Path, line: int, said: str) -> int:
+def _azure_time(at: Line, said: str) -> int:
     """Nanoseconds since 1970 of "2023-11-16 18:15:46.6805900", which has more digits than datetime keeps."""
     whole, _, fraction = said.removesuffix("Z").removesuffix("+00:00").partition(".")
     try:
         seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
         return seconds * 1_000_000_000 + int(fraction[:9].ljust(9, "0"))
     except ValueError:
-        raise wrong(path, line, f"TIMESTAMP is '{said}'", "expected as 2023-11-16 18:15:46.6805900") from None
+        raise at.wrong(f"TIMESTAMP is '{said}'", "expected as 2023-11-16 18:15:46.6805900") from None
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> TraceRows:
@@ -145,23 +144,23 @@ def read_burstgpt(path: Path, model: str | None = None) -> TraceRows:
         BenchError: naming the file, the line, and what is wrong with it.
     """
     rows, models = list[Row](), set[str]()
-    for line, (came, prompt, answer), asked in _csv_rows(path, BURSTGPT_COLUMNS, "a BurstGPT trace"):
+    for at, (came, prompt, answer), asked in _csv_rows(path, BURSTGPT_COLUMNS, "a BurstGPT trace"):
         models.add(asked)
         if model is None or asked == model:
-            at = _nanoseconds(path, line, "Timestamp", came, 1_000_000_000)
-            rows.append((at, (_request(path, line, BURSTGPT_COLUMNS, prompt, answer),)))
+            when = _nanoseconds(at, "Timestamp", came, 1_000_000_000)
+            rows.append((when, (_request(at, BURSTGPT_COLUMNS, prompt, answer),)))
     if not rows:
         raise BenchError(f"{path} has no requests to the model '{model}'; it has {', '.join(sorted(models))}")
     return TraceRows("BurstGPT", path, rows, shares_blocks=False)
 
 
-def _nanoseconds(path: Path, line: int, name: str, said: str | float, unit: int) -> int:
+def _nanoseconds(at: Line, name: str, said: str | float, unit: int) -> int:
     try:
         value = float(said)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise wrong(path, line, f"{name} is '{said}'", "a number is expected")
+        raise at.wrong(f"{name} is '{said}'", "a number is expected")
     return round(value * unit)
 
 
@@ -198,39 +197,39 @@ def read_mooncake(path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> TraceRow
     """
     if block_size < 1:
         raise BenchError(f"--trace-block-size is {block_size}; it must be 1 or more")
-    decode = msgspec.json.Decoder(MooncakeRow).decode
-    sessions: dict[str, list[tuple[int, MooncakeRow]]] = {}
-    for line, said in numbered_lines(path):
-        row = decoded(decode, path, line, said, MOONCAKE_EXAMPLE)
-        sessions.setdefault(row.session_id or f"line {line}", []).append((line, row))
     rows = []
-    for session in sessions.values():
-        line, first = session[0]
+    for session in sessions_of(lines_of(path), MOONCAKE_EXAMPLE):
+        at, first = session[0]
         if first.timestamp is None:
-            raise wrong(path, line, "there is no timestamp", "agents without times are read by --dataset-name agents")
-        rows.append(
-            (_nanoseconds(path, line, "timestamp", first.timestamp, 1_000_000), session_of(path, session, block_size))
-        )
+            raise at.wrong("there is no timestamp", "agents without times are read by --dataset-name agents")
+        rows.append((_nanoseconds(at, "timestamp", first.timestamp, 1_000_000), session_of(session, block_size)))
     repeats = any(each.shared or _is_text(each) for _, turns in rows for each in turns)
     return TraceRows("Mooncake", path, rows, shares_blocks=repeats)
 
 
-def session_of(path: Path, rows: Sequence[tuple[int, MooncakeRow]], block_size: int = MOONCAKE_BLOCK_SIZE) -> Turns:
-    """The turns of a session, from its numbered lines. Raises BenchError for one that cannot be sent."""
+def sessions_of(lines: Iterable[tuple[Line, str]], example: str) -> Iterable[list[tuple[Line, MooncakeRow]]]:
+    """The rows of each session; a row without one is a session of its own. Raises BenchError."""
+    decode = msgspec.json.Decoder(MooncakeRow).decode
+    sessions: dict[str, list[tuple[Line, MooncakeRow]]] = {}
+    for at, said in lines:
+        row = at.decoded(decode, said, example)
+        sessions.setdefault(row.session_id or f"line {at.number}", []).append((at, row))
+    return sessions.values()
+
+
+def session_of(rows: Sequence[tuple[Line, MooncakeRow]], block_size: int = MOONCAKE_BLOCK_SIZE) -> Turns:
+    """The turns of a session. Raises BenchError for one that cannot be sent."""
     began, tools, turns = rows[0][1].timestamp, None, list[SampleRequest]()
-    for place, (line, row) in enumerate(rows):
+    for place, (at, row) in enumerate(rows):
         if (row.input_length, row.text_input, row.messages).count(None) != 2 or row.payload is not None:
-            raise wrong(
-                path,
-                line,
-                "not exactly one of input_length, text_input and messages",
-                f"expected as {MOONCAKE_EXAMPLE}",
+            raise at.wrong(
+                "not exactly one of input_length, text_input and messages", f"expected as {MOONCAKE_EXAMPLE}"
             )
         answer = DEFAULT_OUTPUT_TOKENS if row.output_length is None else row.output_length
         if row.input_length is not None and row.output_length is None:
-            raise wrong(path, line, "there is no output_length", f"expected as {MOONCAKE_EXAMPLE}")
+            raise at.wrong("there is no output_length", f"expected as {MOONCAKE_EXAMPLE}")
         if min(row.input_length or 0, answer, *(row.hash_ids or ())) < 0:
-            raise wrong(path, line, "a length or hash id below 0", "whole numbers of 0 or more are expected")
+            raise at.wrong("a length or hash id below 0", "whole numbers of 0 or more are expected")
         adds = row.messages is None or row.message_mode == "delta"
         tools = row.tools or (tools if adds else None)
         before_s = 0.0 if row.timestamp is None or began is None else (row.timestamp - began) / 1e3
@@ -239,32 +238,30 @@ def session_of(path: Path, rows: Sequence[tuple[int, MooncakeRow]], block_size: 
             SampleRequest(
                 answer,
                 row.input_length or 0,
-                _blocks(path, line, row, block_size),
+                _blocks(at, row, block_size),
                 text=row.text_input,
-                messages=checked_messages(path, line, row.messages or []),
+                messages=checked_messages(at, row.messages or []),
                 extra_body=({"tools": tools} if tools and row.messages else {}) | row.extra,
                 links=links if len(rows) > 1 else None,
-                think_s=seconds_of(path, line, "delay", row.delay or 0.0) if place else 0.0,
-                not_before_s=seconds_of(path, line, "timestamp", before_s * 1e3) if place else 0.0,
+                think_s=seconds_of(at, "delay", row.delay or 0.0) if place else 0.0,
+                not_before_s=seconds_of(at, "timestamp", before_s * 1e3) if place else 0.0,
                 tenant=row.tenant,
             )
         )
     return tuple(turns)
 
 
-def checked_messages(path: Path, line: int, messages: list[Message]) -> tuple[Message, ...]:
+def checked_messages(at: Line, messages: list[Message]) -> tuple[Message, ...]:
     """Raises BenchError where one has no role."""
     if any(not isinstance(each.get("role"), str) for each in messages):
-        raise wrong(path, line, "a message without a role", 'expected as {"role": "user", "content": "..."}')
+        raise at.wrong("a message without a role", 'expected as {"role": "user", "content": "..."}')
     return tuple(messages)
 
 
-def seconds_of(path: Path, line: int, name: str, milliseconds: float) -> float:
+def seconds_of(at: Line, name: str, milliseconds: float) -> float:
     """Raises BenchError where it is below 0, or no number."""
     if not 0 <= milliseconds < math.inf:
-        raise wrong(
-            path, line, f"{name} is {milliseconds:g}", "milliseconds of 0 or more, and not falling, are expected"
-        )
+        raise at.wrong(f"{name} is {milliseconds:g}", "milliseconds of 0 or more, and not falling, are expected")
     return round(milliseconds / 1e3, 6)
 
 
@@ -276,29 +273,15 @@ def _says_something(request: SampleRequest) -> bool:
     return bool(request.input_tokens or request.text or request.messages)
 
 
-def _blocks(path: Path, line: int, row: MooncakeRow, block_size: int) -> tuple[tuple[int, int], ...]:
+def _blocks(at: Line, row: MooncakeRow, block_size: int) -> tuple[tuple[int, int], ...]:
     if not row.hash_ids:
         return ()
     length = row.input_length or 0
     needed = math.ceil(length / block_size)
     if len(row.hash_ids) != needed:
-        raise wrong(
-            path,
-            line,
+        raise at.wrong(
             f"{len(row.hash_ids)} hash_ids for {length} tokens",
             f"{needed} blocks of {block_size} tokens are expected; is --trace-block-size right?",
         )
     last = length - (needed - 1) * block_size
     return tuple((block, block_size) for block in row.hash_ids[:-1]) + ((row.hash_ids[-1], last),)
-
-
-def decoded(decode: Callable[[str], T], path: Path, line: int, said: str, expected: str) -> T:
-    """One line of JSON.
-
-    Raises:
-        BenchError: naming the line and what is wrong in it.
-    """
-    try:
-        return decode(said)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise wrong(path, line, str(error), f"expected as {expected}") from None

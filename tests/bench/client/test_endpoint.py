@@ -11,8 +11,7 @@ import pytest
 
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.request_body import BodyBuilder
-from headway.load.address import Address, parse_base_url
-from headway.load.endpoint import Endpoint
+from headway.load.endpoint import Address, Endpoint, parse_base_url
 from headway.load.errors import BenchError
 from headway.load.record import RequestRecord
 from headway.load.request import PlannedRequest, Prompt

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from headway.bench.client.load import LoadMode, LoadOutcome, run_load
+from headway.bench.client.load import LoadMode, LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.load.endpoint import Endpoint
 from headway.load.record import RequestRecord
@@ -41,8 +41,8 @@ def look() -> Seen:
             server.freeze(FREEZE_AT_S, FREEZE_S)
             return await asyncio.gather(
                 run_load(client, workload("open")),
-                run_load(client, workload("capped"), max_concurrency=1),
-                run_load(client, workload("closed"), mode=LoadMode.CLOSED, max_concurrency=1),
+                run_load(client, workload("capped"), Pace(max_concurrency=1)),
+                run_load(client, workload("closed"), Pace(LoadMode.CLOSED, 1)),
             )
 
     with ScriptedServer() as server:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.bench.client.conversations import continued
-from headway.bench.client.load import LoadListener, LoadMode, run_load
+from headway.bench.client.load import LoadListener, LoadMode, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.load.endpoint import Endpoint
 from headway.load.errors import BenchError
@@ -60,7 +60,7 @@ def test_what_is_sent_late_stays_late_and_the_run_says_so(run: Run) -> None:
 
 def test_a_capped_open_loop_keeps_the_schedule_and_counts_who_waited(run: Run) -> None:
     client = FakeClient(delay_s=0.02)
-    outcome = run(run_load(client, at(*[0.0] * 6), max_concurrency=2))
+    outcome = run(run_load(client, at(*[0.0] * 6), Pace(max_concurrency=2)))
     assert client.most == 2 and client.sent == [0, 1, 2, 3, 4, 5]
     assert outcome.waited_for_place == 4
     assert {record.scheduled_ns for record in outcome.records} == {outcome.began_ns}
@@ -75,7 +75,7 @@ def test_a_capped_open_loop_keeps_the_schedule_and_counts_who_waited(run: Run) -
 
 def test_users_of_a_closed_loop_send_again_when_they_have_their_answer(run: Run) -> None:
     client = FakeClient(delay_s=0.002)
-    outcome = run(run_load(client, at(*[0.0] * 12), mode=LoadMode.CLOSED, max_concurrency=3))
+    outcome = run(run_load(client, at(*[0.0] * 12), Pace(LoadMode.CLOSED, 3)))
     assert client.most == 3 and client.sent == list(range(12))
     first, later = outcome.records[:3], outcome.records[3:]
     assert all(record.scheduled_ns == outcome.began_ns for record in first)
@@ -86,7 +86,7 @@ def test_users_of_a_closed_loop_send_again_when_they_have_their_answer(run: Run)
 def test_a_user_of_a_closed_loop_ends_its_conversation_before_the_next(run: Run) -> None:
     client = FakeClient()
     requests = turns(3, think_s=0.01, arrival_s=None) + turns(2, first=3, arrival_s=None)
-    outcome = run(run_load(client, requests, mode=LoadMode.CLOSED, max_concurrency=1))
+    outcome = run(run_load(client, requests, Pace(LoadMode.CLOSED, 1)))
     assert client.sent == [0, 1, 2, 3, 4] and client.most == 1
     ends = [record.end_ns for record in outcome.records]
     scheduled = [record.scheduled_ns for record in outcome.records]
@@ -96,7 +96,7 @@ def test_a_user_of_a_closed_loop_ends_its_conversation_before_the_next(run: Run)
 def test_a_class_may_be_a_closed_loop_beside_an_open_one(run: Run) -> None:
     client = FakeClient(delay_s=0.005)
     offline = [PlannedRequest(i, Prompt(text=str(i)), 1, 8, class_name="offline") for i in range(4, 16)]
-    outcome = run(run_load(client, [*at(0.0, 0.01, 0.01, 0.02), *offline], users={"offline": 2}))
+    outcome = run(run_load(client, [*at(0.0, 0.01, 0.01, 0.02), *offline], Pace(users={"offline": 2})))
     open_loop, closed = outcome.records[:4], outcome.records[4:]
     assert [record.scheduled_ns - outcome.began_ns for record in open_loop] == [0, 10_000_000, 10_000_000, 20_000_000]
     ends = sorted(record.end_ns for record in closed)
@@ -106,7 +106,7 @@ def test_a_class_may_be_a_closed_loop_beside_an_open_one(run: Run) -> None:
 def test_a_place_in_an_open_loop_is_none_in_the_closed_one(run: Run) -> None:
     client = FakeClient(answer_after=4)
     offline = [PlannedRequest(i, Prompt(text=str(i)), 1, 8, class_name="offline") for i in range(1, 4)]
-    outcome = run(run_load(client, [*at(0.0), *offline], max_concurrency=1, users={"offline": 3}))
+    outcome = run(run_load(client, [*at(0.0), *offline], Pace(max_concurrency=1, users={"offline": 3})))
     assert indices(outcome) == [0, 1, 2, 3] and client.most == 4
 
 
@@ -119,9 +119,7 @@ def endless(gap_s: float) -> Iterator[PlannedRequest]:
 
 def test_probes_go_beside_the_load_and_end_with_it(run: Run) -> None:
     client, told = FakeClient(delay_s=0.004), Listening()
-    loop = run_load(
-        client, at(*[0.0] * 8), mode=LoadMode.CLOSED, max_concurrency=1, probes=endless(0.003), listener=told
-    )
+    loop = run_load(client, at(*[0.0] * 8), Pace(LoadMode.CLOSED, 1), probes=endless(0.003), listener=told)
     outcome = run(loop)
     assert indices(outcome) == list(range(8)) and told.starts == told.ends == list(range(8))
     probes = outcome.probes
@@ -138,7 +136,7 @@ def test_a_probe_that_hangs_does_not_hold_up_the_end(run: Run) -> None:
                 await asyncio.Event().wait()
             await super().send(planned, record, prompt)
 
-    outcome = run(run_load(Hanging(delay_s=0.01), at(0.0, 0.0), probes=endless(0.001), grace_s=0.01))
+    outcome = run(run_load(Hanging(delay_s=0.01), at(0.0, 0.0), Pace(grace_s=0.01), probes=endless(0.001)))
     assert len(outcome.records) == 2 and outcome.probes and not any(probe.ok for probe in outcome.probes)
 
 
@@ -202,7 +200,7 @@ def test_a_conversation_in_messages(run: Run) -> None:
 def test_a_failed_turn_ends_its_conversation_visibly(run: Run, mode: LoadMode) -> None:
     client = FakeClient(failing=(1,))
     requests = turns(4) + turns(2, first=4)
-    outcome = run(run_load(client, requests, mode=mode, max_concurrency=2))
+    outcome = run(run_load(client, requests, Pace(mode, 2)))
     assert sorted(client.sent) == [0, 1, 4, 5]
     assert kinds(outcome) == {1: "server_error", 2: "abandoned", 3: "abandoned"}
     given_up = outcome.records[3]
@@ -228,7 +226,7 @@ DIAMOND = ((None, (), 0.0), (None, (0,), 0.0), (None, (0,), 0.02), (0, (1, 2), 0
 def test_a_request_of_a_graph_waits_for_all_that_it_needs_and_its_tool(run: Run, mode: LoadMode) -> None:
     client = FakeClient(delay_s=0.005)
     requests = graph(*DIAMOND)
-    outcome = run(run_load(client, [*requests, PlannedRequest(5, Prompt(text="5"), 1, 8)], mode=mode, max_concurrency=1)
+    outcome = run(run_load(client, [*requests, PlannedRequest(5, Prompt(text="5"), 1, 8)], Pace(mode, 1))
                   if mode is LoadMode.CLOSED else run_load(client, requests))  # fmt: skip
     ends = {record.index: record.end_ns for record in outcome.records}
     due = {record.index: record.scheduled_ns for record in outcome.records}
@@ -317,7 +315,7 @@ async def test_what_makes_no_sense_is_refused_in_a_line(
 ) -> None:
     client = FakeClient()
     with pytest.raises(BenchError, match=message) as refused:
-        await run_load(client, requests, **options)
+        await run_load(client, requests, Pace(**options))
     assert "\n" not in str(refused.value) and client.sent == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.bench.client.dispatch import LoadListener, LoadMode
-from headway.bench.client.load import LoadOutcome, run_load
+from headway.bench.client.load import LoadOutcome, Pace, run_load
 from headway.bench.client.openai_client import OpenAIClient
 from headway.bench.client.probe import probe
 from headway.bench.client.processes import ClientProcesses, Share, merged, shares_of
@@ -37,14 +37,14 @@ def planned(count: int, gap_s: float = 0.01) -> list[PlannedRequest]:
 
 def test_graphs_users_and_places_are_dealt_out() -> None:
     requests = planned(8)
-    shares = shares_of(Share(NOBODY, False, requests, LoadMode.OPEN, 5, {}), 3)
+    shares = shares_of(Share(NOBODY, False, requests, Pace(LoadMode.OPEN, 5)), 3)
     assert [[each.index for each in share.requests] for share in shares] == [[0, 3, 6, 7], [1, 4], [2, 5]]
-    assert [share.max_concurrency for share in shares] == [2, 2, 1]
-    closed = shares_of(Share(NOBODY, False, requests, LoadMode.CLOSED, 2, {}), 4)
-    assert [share.max_concurrency for share in closed] == [1, 1]  # no process without a user
+    assert [share.pace.max_concurrency for share in shares] == [2, 2, 1]
+    closed = shares_of(Share(NOBODY, False, requests, Pace(LoadMode.CLOSED, 2)), 4)
+    assert [share.pace.max_concurrency for share in closed] == [1, 1]  # no process without a user
     classes = [dataclasses.replace(each, class_name="loop", arrival_s=None) for each in planned(6)[:4]]
-    mixed = shares_of(Share(NOBODY, False, classes, LoadMode.OPEN, None, {"loop": 3}), 2)
-    assert [share.users for share in mixed] == [{"loop": 2}, {"loop": 1}]
+    mixed = shares_of(Share(NOBODY, False, classes, Pace(users={"loop": 3})), 2)
+    assert [share.pace.users for share in mixed] == [{"loop": 2}, {"loop": 1}]
     assert [[each.index for each in share.requests] for share in mixed] == [[0, 2, 3], [1]]
 
 
@@ -55,7 +55,7 @@ async def measured(options: MockOptions, requests: list[PlannedRequest], count: 
         if count == 1:
             async with OpenAIClient(endpoint, keep_text=True) as client:
                 return await run_load(client, requests)
-        whole = Share(endpoint, True, requests, LoadMode.OPEN, None, {})
+        whole = Share(endpoint, True, requests, Pace())
         async with ClientProcesses(shares_of(whole, count), LoadListener()) as processes:
             return await processes.go(asyncio.Event())
 
@@ -96,11 +96,11 @@ async def test_a_view_hears_of_all_and_a_process_that_dies_ends_the_run_in_a_lin
     listener = Counting()
     async with MockServer(MockOptions(port=0, ttft_ms="1", itl_ms="1")).listening() as url:
         endpoint = (await probe(Endpoint(url))).endpoint
-        whole = Share(endpoint, True, planned(12), LoadMode.OPEN, None, {})
+        whole = Share(endpoint, True, planned(12), Pace())
         async with ClientProcesses(shares_of(whole, 2), listener) as processes:
             await processes.go(asyncio.Event())
         assert (listener.started_, listener.ended_) == (12, 12)
-        slow = Share(endpoint, True, planned(12, gap_s=5.0), LoadMode.OPEN, None, {})
+        slow = Share(endpoint, True, planned(12, gap_s=5.0), Pace())
         async with ClientProcesses(shares_of(slow, 2), listener) as processes:
             os.kill(processes.pids[1], signal.SIGKILL)
             with pytest.raises(BenchError, match=r"client process \d of 2 ended with code -9: it said nothing"):

@@ -68,10 +68,10 @@ def usual() -> tuple[RunResult, list[Summary]]:
     """A run of a usual kind; not to be changed."""
     run = simulated_run(420, rate=24, failures=3, classes=("chat", "batch"), goodput=OBJECTIVES)
     run.probes = simulated_run(20).records
-    return run, summarise_all(run, objectives=OBJECTIVES, price_per_hour=2.0)
+    return run, summarise_all(run, goals={"": OBJECTIVES}, price_per_hour=2.0)
 
 
 @functools.cache
 def sweep() -> tuple[list[RunResult], list[list[Summary]]]:
     runs = [simulated_run(400, rate=rate, seed=number) for number, rate in enumerate((8.0, 4.0, 16.0, 40.0))]
-    return runs, [summarise_all(run, objectives=OBJECTIVES) for run in runs]
+    return runs, [summarise_all(run, goals={"": OBJECTIVES}) for run in runs]

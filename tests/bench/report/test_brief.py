@@ -27,7 +27,7 @@ def _without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines_of(run: RunResult) -> dict[str, str]:
-    return {line.label: line.text for line in brief(run, summarise_all(run, objectives=OBJECTIVES))}
+    return {line.label: line.text for line in brief(run, summarise_all(run, goals={"": OBJECTIVES}))}
 
 
 def test_a_good_run_is_ten_lines() -> None:
@@ -36,7 +36,7 @@ def test_a_good_run_is_ten_lines() -> None:
     assert list(found)[:2] == ["Asked", "Answered"] and list(found)[-1] == "Next"
     assert found["Answered"].startswith("300 of 300 requests in ")
     assert found["TTFT"].startswith("P50 ") and "Objectives" in found and "Valid" in found
-    text = printed(print_brief, run, summarise_all(run, objectives=OBJECTIVES))
+    text = printed(print_brief, run, summarise_all(run, goals={"": OBJECTIVES}))
     assert 8 <= len(text.strip().splitlines()) <= 14
 
 
@@ -59,7 +59,7 @@ def test_refused_requests_are_named_and_leave_the_run_valid() -> None:
     found = lines_of(run)
     assert "; refused by a limit: 60" in found["Answered"] and "failed" not in found["Answered"]
     assert "Valid" in found and "Not valid" not in found and found["Next"].startswith("refused requests count as")
-    text = " ".join(printed(print_summary, run, summarise_all(run, objectives=OBJECTIVES)).split())
+    text = " ".join(printed(print_summary, run, summarise_all(run, goals={"": OBJECTIVES})).split())
     assert "60 requests refused (20 %): The server kept a limit, for example: HTTP 429: over the limit" in text
     assert "240 of 300 requests answered, 60 refused, in " in text and "requests refused by a limit 60" in text
     without = {line.label: line.text for line in brief(run, summarise_all(run))}

@@ -30,7 +30,7 @@ UNIT = re.compile(
 
 
 def all_pictures(result: RunResult) -> Iterator[Picture]:
-    summaries = summarise_all(result, objectives=OBJECTIVES)
+    summaries = summarise_all(result, goals={"": OBJECTIVES})
     yield from pictures.latency_pictures(result, summaries[0])
     yield from pictures.tail_pictures(result)
     yield from pictures.time_pictures(result, summaries)

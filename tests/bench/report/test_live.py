@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from headway.bench.client.dispatch import LoadMode, LoadStage
-from headway.bench.client.load import run_load
+from headway.bench.client.load import Pace, run_load
 from headway.bench.report import live
 from headway.bench.report.live import LiveView, Reservoir
 from headway.load.record import Failure, FailureKind, RequestRecord
@@ -150,7 +150,7 @@ async def test_the_load_generator_feeds_it() -> None:
     requests = [PlannedRequest(i, Prompt(text="a"), 1, 1, arrival_s=i * 0.02) for i in range(40)]
     view, file = view_of(True, len(requests))
     with view:
-        outcome = await run_load(Answers(), requests, mode=LoadMode.OPEN, listener=view)
+        outcome = await run_load(Answers(), requests, Pace(LoadMode.OPEN), listener=view)
     assert len(outcome.records) == view.sent == view.done == view.ttft_ms.count == 40
     assert "40/40 done" in view.line() and "measuring" in file.getvalue()
 

@@ -177,8 +177,9 @@ def test_a_search_comes_first() -> None:
 
 
 def test_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = simulated_run(120, rate=8, seed=1), simulated_run(120, rate=8, seed=1, seats=2)
-    found = compare(a, b, objectives=OBJECTIVES, resamples=200)
+    a = simulated_run(120, rate=8, seed=1, goodput=OBJECTIVES)
+    b = simulated_run(120, rate=8, seed=1, seats=2, goodput=OBJECTIVES)
+    found = compare(a, b, resamples=200)
     sides = {NASTY: (a, summarise_all(a)), "b.json": (b, summarise_all(b))}
     parts = run_page.run_sections
     monkeypatch.setattr(run_page, "run_sections", lambda *args, **options: parts(*args, **options)[:1])

@@ -66,7 +66,8 @@ def test_a_shift_of_ten_percent_is_seen_when_paired() -> None:
 
 def test_the_numbers_of_a_difference() -> None:
     a, b = twins(3, slower=1.1)
-    found = compare(a, b, objectives={"e2el": 1500.0})
+    a.settings["goodput"] = b.settings["goodput"] = {"e2el": 1500.0}
+    found = compare(a, b)
     difference = found.of("tpot_ms", "mean")
     assert difference is not None and difference.a is not None and difference.b is not None
     assert difference.difference == pytest.approx(difference.b - difference.a)
@@ -80,7 +81,7 @@ def test_the_numbers_of_a_difference() -> None:
     e2el = [(each.last_token_ns - each.scheduled_ns) / 1e6 for each in a.records]
     assert met.a == pytest.approx(np.mean(np.array(e2el) <= 1500.0))
     assert found.of("request_throughput", "rate").a == pytest.approx(250 / a.duration_s)  # type: ignore[union-attr]
-    assert found == compare(a, b, objectives={"e2el": 1500.0})
+    assert found == compare(a, b)
     assert "paired by request index" in found.method
 
 

@@ -53,7 +53,7 @@ def test_a_claim_on_too_few_is_refused_with_what_it_needs() -> None:
 def test_latencies_of_a_window_are_of_the_requests_due_in_it() -> None:
     records = steady_stream(400)
     window = Window(at(2000), at(6000), True, "by hand")
-    summary = summarise(run(records), name="steady state", window=window, objectives={"ttft": 150.0})
+    summary = summarise(run(records), name="steady state", window=window, goals={"": {"ttft": 150.0}})
     due = [r for r in records if at(2000) <= r.scheduled_ns < at(6000)]
     assert summary.completed == len(due) == 160
     assert summary.window is window
@@ -75,7 +75,7 @@ def test_every_view_of_a_mix() -> None:
     records = steady_stream(400, class_name="chat")
     for record in records[::4]:
         record.class_name = "batch"
-    summaries = summarise_all(run(records), price_per_hour=3.6, objectives_by_class={"chat": {"ttft": 150.0}})
+    summaries = summarise_all(run(records), price_per_hour=3.6, goals={"chat": {"ttft": 150.0}})
     by_name = {each.name: each for each in summaries}
     assert next(iter(by_name)) == "whole run"
     assert by_name["class chat"].completed == 300 and by_name["class batch"].completed == 100
@@ -107,7 +107,7 @@ def test_how_long_answers_were_in_tokens_and_in_steps() -> None:
 
 def test_cancelled_requests_are_counted_apart() -> None:
     records = [*steady_stream(20), *(failed(20 + i, FailureKind.CANCELLED, due=0, end=9) for i in range(3)), failed(23)]
-    summary = summarise(run(records), objectives={"ttft": 5000.0})
+    summary = summarise(run(records), goals={"": {"ttft": 5000.0}})
     assert (summary.completed, summary.failed, summary.cancelled) == (20, 1, 3)
     assert summary.failures == {"server_error": 1}
     assert summary.attainment is not None and (summary.attainment.met, summary.attainment.total) == (20, 21)
@@ -160,7 +160,7 @@ def test_phases_are_distributions() -> None:
 
 
 def test_a_run_in_which_nothing_completed() -> None:
-    summary = summarise(run([failed(0), failed(1)]), objectives={"ttft": 1.0})
+    summary = summarise(run([failed(0), failed(1)]), goals={"": {"ttft": 1.0}})
     assert summary.from_schedule == {} and summary.from_send == {}
     assert (summary.completed, summary.failed) == (0, 2)
     assert summary.attainment is not None and summary.attainment.missed_by["failed"] == 2
