@@ -2,7 +2,7 @@
 #
 #   make install                           into .venv; then: source .venv/bin/activate
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
-#   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
+#   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take longer
 #   make test-agents                       agents and clients of others, in environments of their own, against the server
 #   make step-trace                        the files and functions that a request enters, with their lines
 #   make lint                              ruff and mypy; `make format` mends what ruff can mend

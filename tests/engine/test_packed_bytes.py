@@ -140,6 +140,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", ["sizes", "experts", "latent", *ROWS])
 @pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
 def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, case: str) -> None:

@@ -107,6 +107,7 @@ class Layers:
         return self.kernels.repeat(("layers", len(step.positions)), step, ATTENTIONS, lambda: self.run(step))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_program_gives_what_its_operations_give(dtype: torch.dtype, is_int8: bool) -> None:

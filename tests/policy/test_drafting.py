@@ -153,6 +153,7 @@ class DraftingMachine:
         return max(rate(drafts) for drafts in range(MOST + 1)) / rate(0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cost", [tiles, compute_bound, memory_bound])
 @pytest.mark.parametrize("chance", [0.6, 0.8])
 @pytest.mark.parametrize("sequences", [1, 4])
@@ -166,6 +167,7 @@ def test_it_wins_nearly_what_can_be_won(
     assert gained >= (0.85 * best if best > 1.3 else 0.98)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cost", [tiles, compute_bound, memory_bound])
 @pytest.mark.parametrize("chance", [0.0, 0.3])
 @pytest.mark.parametrize("sequences", [1, 4, 16])

@@ -85,7 +85,7 @@ class Watched:
         return self.machine.times(plan, now)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(
     policy=st.sampled_from(["fcfs", "priority", "slo"]),
     service=st.sampled_from(["chat", "offline"]),
