@@ -103,7 +103,7 @@ def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SLOWER)
-@pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 32), (20, 36, 8)])
+@pytest.mark.parametrize(("heads", "rank", "rotated"), [pytest.param(16, 64, 32, marks=pytest.mark.slow), (20, 36, 8)])
 def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
     for steps in (([1, 5, 9], [1, 7, 33]), ([1, 1], [700, 90])):  # a program has one token, however many there are
         operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16)

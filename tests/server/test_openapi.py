@@ -57,7 +57,7 @@ def document(server: LiveServer, written: dict[str, bytes]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_schemathesis_finds_nothing(server: LiveServer, document: dict[str, Any], examples: int) -> None:
     schema = schemathesis.openapi.from_dict(document)
