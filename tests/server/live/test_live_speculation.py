@@ -131,6 +131,7 @@ def test_a_draft_model_s_cache_and_drafts_are_told(plain: list[list[int]]) -> No
     assert sum(float(count) for _, count in by_kind) == timings["drafts"]
 
 
+@pytest.mark.slow
 def test_a_draft_with_another_tokenizer_ends_the_start_with_one_line(tmp_path: Path) -> None:
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -147,9 +148,13 @@ def test_a_draft_with_another_tokenizer_ends_the_start_with_one_line(tmp_path: P
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be a whole number from 1 to 64"),
+        pytest.param(
+            '{"num_speculative_tokens": 0}',
+            "num_speculative_tokens is 0; it must be a whole number from 1 to 64",
+            marks=pytest.mark.slow,
+        ),
         ('{"method": "medusa"}', "method is 'medusa'; it must be one of ngram, draft_model"),
-        ("ngram", "'ngram' is not JSON"),
+        pytest.param("ngram", "'ngram' is not JSON", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_config_ends_the_start_with_one_line(given: str, said: str) -> None:
