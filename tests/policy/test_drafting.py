@@ -185,13 +185,13 @@ def test_a_poor_model_is_found_out_and_a_better_text_too() -> None:
     machine = DraftingMachine(memory_bound, 0.8, 1.0)
     assert machine.run(1, 400) > 1.8 and not machine.drafting.is_poor
     machine.chance = 0.0
-    assert machine.run(1, 2000) >= 0.98
+    assert machine.run(1, 1500) >= 0.98
     assert machine.drafting.is_poor
     passes = machine.passes
     machine.run(1, 1000)
     assert machine.passes - passes < 60, "it is only tried now and then"
     machine.chance = 0.95
-    machine.run(1, 12_000)
+    machine.run(1, 5_000)
     assert not machine.drafting.is_poor
     assert machine.run(1, 300) > 1.8
 
