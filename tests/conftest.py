@@ -165,10 +165,14 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def weights_drawn_once() -> None:
-    """Each of a thousand engines with random weights would draw a million numbers, in 15 ms."""
+def small_engines() -> None:
+    """Each of a thousand engines with random weights would draw a million numbers, in 15 ms. And one whose threads
+    nobody has counted would have as many as there are cores, which spin for each other beside other workers.
+    """
     if checkpoint := sys.modules.get("headway.models.checkpoint"):
         checkpoint.drawn_weights = functools.cache(checkpoint.drawn_weights)
+    if prepare := sys.modules.get("headway.engine.prepare"):
+        prepare.usable_threads = lambda: 1
 
 
 def covering_rows(rows: list[Sequence[str]], size: int) -> set[int]:

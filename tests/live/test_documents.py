@@ -148,7 +148,8 @@ def _main(words: list[str]) -> str:
 
 def _serve(arguments: list[str]) -> str:
     """A server lasts: it must begin to serve, and end with SIGTERM."""
-    command = [sys.executable, "-m", "headway", "serve", *arguments, "--port", "0", "--host", "127.0.0.1"]
+    here = ["--port", "0", "--host", "127.0.0.1", "--threads", "1"]
+    command = [sys.executable, "-m", "headway", "serve", *arguments, *here]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": SOURCE}
     ) as process:
