@@ -2,10 +2,10 @@
 #
 #   make install                           into .venv; then: source .venv/bin/activate
 #   make serve  ARGS="MODEL --port 8000"   serve a model; without arguments, the bundled one
-#   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take minutes
+#   make test   ARGS="-k scheduler"        the tests, on all cores; `make test-slow`: those that take longer
 #   make test-agents                       agents and clients of others, in environments of their own, against the server
 #   make step-trace                        the files and functions that a request enters, with their lines
-#   make lint                              ruff and mypy; `make format` mends what ruff can mend
+#   make lint                              ruff, mypy, and whether all tests import; `make format` mends what ruff can
 #   make gpu   [PYTHON=python3]            what a GPU shows, and what fails there; with PYTHON, by that Python's packages
 #   make bench-offline ARGS="--rounds 3"   speed without a server, beside other engines (see benchmarks/README.md)
 #
@@ -75,7 +75,9 @@ test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed $(VENV)-openai2/.i
 
 lint: $(VENV)/.installed-dev
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \
-		echo "$$check"; $(BIN)/$$check || failed=1; done; exit $$failed
+		echo "$$check"; $(BIN)/$$check || failed=1; done; \
+	echo "pytest --collect-only"; said=$$($(BIN)/python -m pytest --collect-only -q -n 0 2>&1) || \
+		{ sed -n '/= ERRORS =/,$$p' <<< "$$said"; failed=1; }; exit $$failed
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -5,10 +5,11 @@ max_num_seqs: Annotated[int, Flag("Maximum number of sequences in a step.", min=
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -62,15 +63,17 @@ class Flag:
     needs: Needs = Needs.RESTART
 
 
-def flags_of(kind: type) -> Iterator[tuple[Field[Any], Any, Flag | None]]:
+@functools.cache
+def flags_of(kind: type) -> tuple[tuple[Field[Any], Any, Flag | None], ...]:
     """Fields of a dataclass with their types and flags; and those that are dataclasses with flags themselves."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints, found = get_type_hints(kind, include_extras=True), list[tuple[Field[Any], Any, Flag | None]]()
     for field in fields(kind):
         hint = hints[field.name]
         hint, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         flag = next((each for each in metadata if isinstance(each, Flag)), None)
-        if flag is not None or (isinstance(hint, type) and is_dataclass(hint) and any(flags_of(hint))):
-            yield field, hint, flag
+        if flag is not None or (isinstance(hint, type) and is_dataclass(hint) and flags_of(hint)):
+            found.append((field, hint, flag))
+    return tuple(found)
 
 
 def option(field: Field[Any], flag: Flag) -> str:

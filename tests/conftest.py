@@ -8,12 +8,14 @@ import fcntl
 import functools
 import gc
 import importlib
+import itertools
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 # No deadline, as machines are shared; the same examples on every run, so that a failure is the change's.
 # HYPOTHESIS_PROFILE=explore looks for new ones, as `make test-slow` does.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
@@ -141,6 +143,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 20, 20)  # looking for garbage more often takes a twentieth of a simulation
         gc.get_freeze_count = lambda: 1  # it counts them one by one, in 40 ms; who asks wants to know if it is zero
 
 
@@ -162,18 +165,52 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def weights_drawn_once() -> None:
-    """Each of a thousand engines with random weights would draw a million numbers, in 15 ms."""
+def small_engines() -> None:
+    """Each of a thousand engines with random weights would draw a million numbers, in 15 ms. And one whose threads
+    nobody has counted would have as many as there are cores, which spin for each other beside other workers.
+    """
     if checkpoint := sys.modules.get("headway.models.checkpoint"):
         checkpoint.drawn_weights = functools.cache(checkpoint.drawn_weights)
+    if prepare := sys.modules.get("headway.engine.prepare"):
+        prepare.usable_threads = lambda: 1
 
 
+def covering_rows(rows: list[Sequence[str]], size: int) -> set[int]:
+    """Numbers of rows that have, together, each combination of `size` columns' values that any row has.
+
+    The next is always the row with most combinations that are missing; of several, the one whose values have been taken
+    least often.
+    """
+    of_rows = [set(itertools.combinations(enumerate(row), min(size, len(row)))) for row in rows]
+    missing, taken, found = set().union(*of_rows), Counter[tuple[int, str]](), set[int]()
+    while missing:
+        best = max(
+            range(len(rows)),
+            key=lambda number: (len(of_rows[number] & missing), -sum(taken[each] for each in enumerate(rows[number]))),
+        )
+        found.add(best)
+        missing -= of_rows[best]
+        taken.update(enumerate(rows[best]))
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_tests:
-        return
-    import torch
+    if gpu_tests:
+        import torch
 
-    if not torch.cuda.is_available():
-        for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+        if not torch.cuda.is_available():
+            for item in gpu_tests:
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    crosses = defaultdict[tuple[Path, str, int], list[pytest.Function]](list)
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        if mark and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+            assert isinstance(item, pytest.Function)
+            crosses[item.path, item.originalname, *mark.args].append(item)
+    for (_, _, size), rows in crosses.items():
+        kept = covering_rows([row.callspec._idlist for row in rows], size)
+        for number, row in enumerate(rows):
+            if number not in kept:
+                row.add_marker(pytest.mark.slow)

@@ -386,8 +386,8 @@ def test_light_modules_start_without_torch() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     """An empty __init__.py has nothing to explain."""
-    sources = {dotted(p): p.read_text() for p in modules()}
-    silent = [name for name, source in sources.items() if source.strip() and not ast.get_docstring(ast.parse(source))]
+    sources = {dotted(p): p.read_text().strip() for p in modules()}
+    silent = [name for name, source in sources.items() if source and not source.startswith(('"""', 'r"""'))]
     assert not silent, f"without a docstring: {silent}"
 
 

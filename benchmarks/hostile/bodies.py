@@ -228,7 +228,6 @@ _SERVED = {
 }
 _SHORT = {
     "0.1 MB nested under tojson(indent=4)",
-    "600,000 unknown fields",
     "a field name of 8 MB",
     "two million lists of one id",
     "260,000 messages",

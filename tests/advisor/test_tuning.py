@@ -61,12 +61,12 @@ def test_a_clear_gain_is_proven_after_a_few_pairs_and_noise_never_is() -> None:
 
 def test_of_candidates_that_make_no_difference_few_are_kept_over_all_looks() -> None:
     chance, wrong = random.Random(1), 0
-    for _ in range(1000):
+    for _ in range(400):
         gains: tuple[float, ...] = ()
         while Race(gains).verdict == "undecided" and len(gains) < MOST_PAIRS:
             gains += (chance.gauss(0.0, 0.2),)
         wrong += Race(gains).verdict == "better"
-    assert wrong <= 25  # half of ERRORS, as the other half are called worse
+    assert wrong <= 10  # half of ERRORS, as the other half are called worse
 
 
 # --- what is tried -----------------------------------------------------------------------------------------

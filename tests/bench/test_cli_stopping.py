@@ -109,7 +109,7 @@ def test_while_the_server_does_not_answer(tmp_path: Path, number: signal.Signals
     [
         (signal.SIGTERM, ()),
         (signal.SIGINT, ("--sweep", "rate:1,2")),
-        (signal.SIGINT, ("--find-max-rate", "--goodput", "ttft:100")),
+        pytest.param(signal.SIGINT, ("--find-max-rate", "--goodput", "ttft:100"), marks=pytest.mark.slow),
     ],
 )
 def test_while_prompts_are_made(

@@ -90,6 +90,7 @@ def test_the_best_budget_is_that_of_the_highest_median() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_sitting_takes_turns_and_is_saved_after_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

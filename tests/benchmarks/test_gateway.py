@@ -10,6 +10,7 @@ import pytest
 from benchmarks import gateway
 
 
+@pytest.mark.slow
 def test_every_contestant_is_measured_in_every_round(capsys: pytest.CaptureFixture[str]) -> None:
     cores = sorted(os.sched_getaffinity(0))
     arguments = argparse.Namespace(rate=40.0, seconds=0.5, rounds=1, streams=4, litellm="", old=None)

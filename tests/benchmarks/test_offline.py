@@ -119,7 +119,9 @@ def test_bad_arguments_are_refused_in_one_line(
     assert message in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [*[*SHAPES][:2], *(pytest.param(each, marks=pytest.mark.slow) for each in [*SHAPES][2:])]
+)
 def test_checkpoint_is_one_that_headway_reads(shape: str, tmp_path: Path) -> None:
     folder = write_checkpoint(shape, tmp_path)
     config = ModelConfig.from_folder(folder)

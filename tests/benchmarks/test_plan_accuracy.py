@@ -126,6 +126,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(fitting, "multiprocessing", SimpleNamespace(get_context=lambda _: multiprocessing.dummy))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_the_fit_finds_the_efficiencies_that_rows_were_made_with():
     found = fit(measured(TRUTH), list(TRUTH), rounds=30)
@@ -166,6 +167,7 @@ def test_little_known_architectures_do_not_move_what_all_share():
     assert found == {each: pytest.approx(value, rel=0.02) for each, value in {**shared, own: 0.4}.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 def test_no_family_is_predicted_by_what_was_fitted_to_it():
     """Two families whose steps take 2 and 4 ms are each predicted with the other's, and so is what is only judged."""

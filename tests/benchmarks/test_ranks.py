@@ -18,6 +18,7 @@ def test_the_speed_is_that_of_neighbours_in_time() -> None:
     assert (row["least"], row["speed"], row["most"]) == (0.5, 1.0, 1.5)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(ranks.SHAPES, "qwen2.5-0.5b", TINY_LLAMA)
     output = tmp_path / "ranks.json"

@@ -12,6 +12,7 @@ from headway import LLM, SamplingParams
 NEW = 40
 
 
+@pytest.mark.slow
 def test_a_model_says_what_it_is_told_and_its_draft_is_right_as_often_as_it_is_set(tmp_path: Path) -> None:
     texts = peers._pair("qwen2-30m", ["quote", "edit", "random", 0.5], NEW, tmp_path)
     prompt = peers.PROMPT_TOKENS

@@ -13,6 +13,7 @@ from benchmarks.rounds import Rounds
 from benchmarks.sitting import Entry
 
 
+@pytest.mark.slow
 def test_a_sitting_of_the_tiny_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

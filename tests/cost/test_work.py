@@ -62,6 +62,7 @@ def counted(folder, chunks):
     return read_shape(json.loads((folder / "config.json").read_text())), flops
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("case", ["llama", "llama_tied", "qwen2", "qwen3", "llama_mlp_bias", "mistral_window"])
 def test_flops_are_those_that_torch_counts(case, name, tmp_path):
@@ -259,6 +260,7 @@ def counted_by_module(case, tokens):
     return read_shape(tiny_families.config_json(model)), flops
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("case", tiny_families.CASES)
 def test_flops_of_each_operation_are_those_that_torch_counts(case, tokens):

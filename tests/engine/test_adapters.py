@@ -189,6 +189,7 @@ def test_many_calls_of_an_engine_in_a_process_of_its_own(home: Path, expected: l
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_all_ranks_fill_their_slots(make: Any, home: Path, expected: list[list[list[int]]], tmp_path: Path) -> None:
     """Where one reads another adapter than rank 0 did, those who have it end."""
     llm, model = make(max_loras=2, max_cpu_loras=3, tensor_parallel_size=2), tiny.build("llama")

@@ -124,6 +124,7 @@ def test_a_checkpoint_without_a_head_ends_the_start_with_one_line(tmp_path: Path
         build(tmp_path, tensor_parallel_size=2, num_threads=2, speculative_config={"method": "eagle3", "model": "x"})
 
 
+@pytest.mark.slow
 def test_ranks_have_the_drafts_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank has the head whole, also where each rank has normed some of the rows that it reads."""
     save("mimo", tmp_path, max_position_embeddings=1024, eos_token_id=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -107,7 +107,6 @@ class Wanting(Drafting):
         return [n for n in confidences if self.rng.random() < 0.7]
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(3, 40))
 def test_drafts_follow_from_the_tokens_alone_and_no_block_leaks(seed: int, num_blocks: int) -> None:
     """Whichever drafts are accepted, whoever shares a prefix, is left out, ends or is out of blocks."""

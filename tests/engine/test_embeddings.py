@@ -63,6 +63,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return str(folder), tiny.save(request.param, folder, {"max_position_embeddings": 128, "eos_token_id": 0})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pooling", [LAST, MEAN], ids=["last", "mean"])
 def test_they_equal_hugging_face_in_whatever_steps(model: tuple[str, PreTrainedModel], pooling: PoolingParams) -> None:
     folder, reference = model

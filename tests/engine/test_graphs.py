@@ -130,7 +130,9 @@ def test_other_steps_are_not_laid_out() -> None:
     assert padded.lay_out([part(live[0], 1, 0)], live[:1]) is None  # a token within a prompt
 
 
-@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GPT_OSS], ids=["llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "config", [TINY_LLAMA, pytest.param(TINY_GPT_OSS, marks=pytest.mark.slow)], ids=["llama", "gpt-oss"]
+)
 def test_rows_of_no_sequence_change_nothing(tmp_path: Path, config: dict[str, object]) -> None:
     """Three sequences in four rows: the same results, and the same caches but for the slots of the three."""
     model = load_model(Path(write_config(tmp_path, **config)), torch.float32, CudaKernels(), DEVICE, "dummy")

@@ -76,9 +76,12 @@ class Model(NamedTuple):
         ("cpu", "none", "auto", "bfloat16"),
         pytest.param(
             ("cpu", "none", "auto", "bfloat16", "vectors"),
-            marks=pytest.mark.skipif(
-                not cpu_choice.has_matrix_tiles(), reason="without matrix tiles, all are on vectors"
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    not cpu_choice.has_matrix_tiles(), reason="without matrix tiles, all are on vectors"
+                ),
+            ],
         ),
         ("cpu", "none", "auto", "float16"),
         ("cpu", "int8", "int8", "bfloat16"),
@@ -152,17 +155,20 @@ def test_in_a_batch(model: Model, alone: list[list[int]]) -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [1, pytest.param(3, marks=pytest.mark.slow), 7, 64])
 def test_chunked_at_any_size(model: Model, alone: list[list[int]], budget: int) -> None:
     llm = build(model, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4))
     assert tokens_of(llm, PROMPTS[:12] if budget < 7 else PROMPTS) == alone[: 12 if budget < 7 else 20]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_with_other_block_sizes(model: Model, alone: list[list[int]], block_size: int) -> None:
     assert tokens_of(build(model, block_size=block_size), PROMPTS) == alone
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching: bool) -> None:
     # Room for 480 tokens where the batch wants 1,600.
@@ -171,6 +177,7 @@ def test_preempted_and_recomputed(model: Model, alone: list[list[int]], caching:
     assert llm.engine.core.scheduler.sequences.num_preemptions > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bool) -> None:
     memory = 480 * model.token_bytes
@@ -184,6 +191,7 @@ def test_preempted_and_swapped(model: Model, alone: list[list[int]], caching: bo
     assert 0 < host.counts["in"] <= host.counts["out"] and host.counts["recompute"] == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "way", ["one by one", pytest.param("in a batch", marks=pytest.mark.slow), "preempted", "swapped"]
 )

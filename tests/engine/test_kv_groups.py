@@ -106,6 +106,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -123,6 +124,7 @@ def test_nothing_changes_what_is_said(
     assert tokens_of(build(folder, dtype=dtype, **settings)) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_preempted(folder: str, family: str, dtype: str, expected: list[list[int]], swap: bool, caching: bool) -> None:

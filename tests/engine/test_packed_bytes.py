@@ -21,6 +21,7 @@ from headway.cost.work import Operation, step_work
 from headway.engine.memory import bytes_per_block, zero_caches
 from headway.kernels import kernels_for
 from headway.kernels.cpu import choice as cpu_choice
+from headway.kernels.cpu import packed_weight
 from headway.kernels.cpu.kernels import CpuKernels
 from headway.kernels.cpu.linear import PackedLinear
 from headway.kernels.cpu.memory import LargePages
@@ -42,6 +43,9 @@ from tests.models.test_grouped_checkpoints import save
 def on_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for matrix tiles are filled up to whole tiles, which plans do not count; in real models most are whole."""
     monkeypatch.setattr(cpu_choice, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(
+        packed_weight, "product_job", lambda *kinds: 0
+    )  # nothing is multiplied, and compiling takes long
 
 
 # Sizes that fill neither panels of 64 rows nor groups of 32 inputs.
@@ -140,6 +144,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", ["sizes", "experts", "latent", *ROWS])
 @pytest.mark.parametrize("quantization", [each for each in ENGINE_QUANTIZATIONS if each != "none"])
 def test_the_planner_counts_what_the_engine_packs(tmp_path: Path, quantization: str, case: str) -> None:

@@ -102,6 +102,7 @@ def test_a_beginning_that_comes_again_is_found_from_the_third_prompt_on(
     assert cached[:2] == [0, 0] and set(cached[2:]) == {32}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [1, 7, 20])
 def test_in_chunks(model: tuple[str, str], alone: list[Said], budget: int) -> None:
     some = slice(0, 6) if budget == 1 else slice(None)
@@ -110,6 +111,7 @@ def test_in_chunks(model: tuple[str, str], alone: list[Said], budget: int) -> No
     assert said(llm, PROMPTS[some]) == alone[some]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted(model: tuple[str, str], alone: list[Said], caching: bool) -> None:
     llm = build(model, max_num_seqs=16, enable_prefix_caching=caching)

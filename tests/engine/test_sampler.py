@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headway.engine import sampler as sampler_module
@@ -85,6 +85,7 @@ EACH_PARAMETER = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("params", EACH_PARAMETER, ids=str)
 @pytest.mark.parametrize(("rows", "vocab_size"), [(40, 12), (25, 300), (5, 3000)])
 @pytest.mark.parametrize("step", [0.0, 0.5])
@@ -128,7 +129,6 @@ def parameters(draw: st.DrawFn) -> dict[str, object]:
     seed=st.integers(0, 2**63),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-@settings(max_examples=150)
 def test_random_mixes(
     batch: list[dict[str, object]], vocab_size: int, scale: float, step: float, seed: int, dtype: torch.dtype
 ) -> None:
@@ -146,6 +146,7 @@ def test_random_mixes(
     assert_matches_definition(logits_of(len(batch), vocab_size, seed % 2**32, scale, step).to(dtype), sequences)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0])
 def test_a_nucleus_wider_than_the_candidates_looked_at(top_p: float, scale: float) -> None:
@@ -167,6 +168,7 @@ def test_a_nucleus_wider_than_the_candidates_looked_at(top_p: float, scale: floa
 # --- distribution of the draws -------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "params",
     [
@@ -267,6 +269,7 @@ def test_tokens_after_a_preemption_are_the_same() -> None:
 # --- greedy, cuts and ties -----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab_size", [5, 128, 151_936])
 @pytest.mark.parametrize("rows", [1, 2, 17])

@@ -51,6 +51,7 @@ def mixed(chance: random.Random, rows: int) -> list[SequenceState]:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("vocab_size", [129, 2600, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 5.0])

@@ -87,6 +87,7 @@ def test_a_second_start_has_the_same_weights(name: str, tmp_path: Path, written:
     assert first[0] == second[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_have_the_whole_model_have_the_file_in_common(tmp_path: Path, written: list[bool]) -> None:
     model = saved("qwen2", tmp_path / "model")
     first, before = answer(model), psutil.Process().children()

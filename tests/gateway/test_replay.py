@@ -126,6 +126,7 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
     return "".join(each["delta"].get("content") or "" if "delta" in each else each["text"] for each in choices)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("after", [1, 2, 3, 7, 15, 22, 28, 33, 38])
 def test_the_client_sees_one_whole_stream(servers: list[LiveServer], path: str, after: int) -> None:
@@ -159,6 +160,7 @@ def test_a_stream_that_does_not_break_is_as_it_is_without_it(servers: list[LiveS
         assert running.gateway.retries.left == 20
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "fields",

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from headway.gateway.servers import read_up_file
+from tests.engine.clients import has_ended
 from tests.server.conftest import model_folder  # noqa: F401
 from tests.server.live_server import eventually
 
@@ -103,7 +104,7 @@ def test_servers_are_started_kept_and_ended(tmp_path: Path, model_folder: Path) 
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert process.stderr is not None and "all servers have ended" in process.stderr.read()
-        assert not [each for each in now if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        assert all(map(has_ended, now))
         assert (tmp_path / "logs" / "one.log").stat().st_size
 
 
@@ -114,7 +115,7 @@ def test_servers_end_with_a_gateway_that_is_killed(tmp_path: Path, model_folder:
         (child,) = psutil.Process(process.pid).children()
         os.kill(process.pid, signal.SIGKILL)
         began = time.monotonic()
-        eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 20)
+        eventually(lambda: has_ended(child), 20)
         assert time.monotonic() - began < 20
 
 

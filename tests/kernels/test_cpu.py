@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.kernels.cpu.kernels import CpuKernels
@@ -19,6 +19,13 @@ from tests.kernels import operations
 from tests.kernels.operations import DTYPES, check_attention
 from tests.kernels.steps import cache_of, random, step_of, torch_threads
 
+# Each dtype with a cache as it is and with a rounded one. One kind more takes five seconds to compile.
+IN_CACHES = pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [*((each, None) for each in DTYPES), *((each, torch.int8) for each in DTYPES[:2])]
+    + [pytest.param(DTYPES[2], torch.int8, marks=pytest.mark.slow)],
+    ids=str,
+)
 # Compiling for a first run on a machine takes tens of seconds where cores are slow or shared.
 pytestmark = pytest.mark.timeout(600)
 
@@ -107,6 +114,7 @@ def test_rounded_heads(kernels: CpuKernels) -> None:
     operations.check_heads(kernels, "cpu", torch.float32, 5, "int8-weight-only")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "rank", "rotated", "block_size"), [(16, 128, 64, 16), (5, 36, 8, 8), (130, 32, 16, 1)]
@@ -150,6 +158,7 @@ def test_copy_blocks(kernels: CpuKernels) -> None:
 MIXED = ([1, 7, 1, 40, 130, 1, 1], [1, 7, 300, 100, 130, 1500, 513])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 37, 600])
 @pytest.mark.parametrize(
@@ -162,7 +171,6 @@ def test_attention_of_a_mixed_step(
     check_attention(kernels, "cpu", dtype, *MIXED, heads, kv_heads, width, block_size, window)
 
 
-@settings(max_examples=40)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 150), st.integers(0, 700)), min_size=1, max_size=5),
     kv_heads=st.integers(1, 3),
@@ -186,6 +194,7 @@ def test_attention_of_any_step(
     )  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(
@@ -210,8 +219,8 @@ def test_attention_with_sinks(kernels: CpuKernels, window: int | None, cache_dty
     check_attention(kernels, "cpu", torch.float32, *steps, 14, 2, 64, 16, window, 0, cache_dtype, has_sinks=True)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(1)
+@IN_CACHES
 @pytest.mark.parametrize(("block_size", "first_keys"), [(16, 16), (32, 160), (16, 512), (5, 5)])
 def test_attention_with_queries_of_their_own_for_the_first_keys(
     kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int, first_keys: int
@@ -221,8 +230,7 @@ def test_attention_with_queries_of_their_own_for_the_first_keys(
         check_attention(kernels, "cpu", dtype, *MIXED, *sizes, first_keys=first_keys)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_CACHES
 def test_attention_with_a_soft_cap(kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
     steps = [1, 7, 1, 20], [1, 7, 1100, 333]
     check_attention(kernels, "cpu", dtype, *steps, 14, 2, 64, 16, 37, 0, cache_dtype, softcap=0.7)
@@ -266,8 +274,7 @@ def test_attention_does_not_depend_on_its_company_or_on_threads() -> None:
         start += count
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_CACHES
 def test_what_sequences_have_in_common_is_read_once_and_no_bit_differs(
     dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
@@ -291,8 +298,7 @@ def test_what_sequences_have_in_common_is_read_once_and_no_bit_differs(
     assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@IN_CACHES
 def test_attention_does_not_depend_on_how_a_long_prompt_is_cut(
     kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:

@@ -28,6 +28,7 @@ def parts_of(x: Tensor, count: int) -> list[Tensor]:
     return list(x.chunk(count, 1))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("threads", [1, 2])

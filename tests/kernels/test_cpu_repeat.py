@@ -107,8 +107,11 @@ class Layers:
         return self.kernels.repeat(("layers", len(step.positions)), step, ATTENTIONS, lambda: self.run(step))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_a_program_gives_what_its_operations_give(dtype: torch.dtype, is_int8: bool) -> None:
     """Other tokens, sequences and contexts, so many parts too that memory has to move; bit for bit."""
     loads = [

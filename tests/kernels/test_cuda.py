@@ -60,14 +60,15 @@ def test_rotate(kernels: CudaKernels, dtype: torch.dtype, tokens: int, width: in
 @pytest.mark.parametrize("dtype", SLOWER)
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_attention_over_a_rounded_cache(kernels: CudaKernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    check_attention(kernels, DEVICE, dtype, [1, 7, 20], [70, 7, 33], 6, 2, 64, 16, 37, cache_dtype=cache_dtype)
-    check_attention(kernels, DEVICE, dtype, [1], [520], 3, 1, 64, 16, None, cache_dtype=cache_dtype)
+    check_attention(kernels, DEVICE, dtype, [1, 7, 20], [70, 7, 33], 4, 2, 32, 16, 37, cache_dtype=cache_dtype)
+    check_attention(kernels, DEVICE, dtype, [1], [520], 3, 1, 32, 16, None, cache_dtype=cache_dtype)
 
 
 def test_float8_is_stored_to_the_nearest(kernels: CudaKernels) -> None:
     operations.check_float8_store(kernels, DEVICE)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("block_size", "width"), [(8, 8), (16, 80)])
 def test_store(kernels: CudaKernels, dtype: torch.dtype, block_size: int, width: int) -> None:
@@ -102,7 +103,7 @@ def test_heads(kernels: CudaKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SLOWER)
-@pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 32), (20, 36, 8)])
+@pytest.mark.parametrize(("heads", "rank", "rotated"), [pytest.param(16, 64, 32, marks=pytest.mark.slow), (20, 36, 8)])
 def test_attention_over_latents(kernels: CudaKernels, dtype: torch.dtype, heads: int, rank: int, rotated: int) -> None:
     for steps in (([1, 5, 9], [1, 7, 33]), ([1, 1], [700, 90])):  # a program has one token, however many there are
         operations.check_attention_over_latents(kernels, DEVICE, dtype, *steps, heads, rank, rotated, 16)
@@ -114,6 +115,7 @@ def test_copy_blocks(kernels: CudaKernels) -> None:
     kernels.copy_blocks([], [], [])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", SLOWER)
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def test_attention_of_a_mixed_step(
     check_attention(kernels, DEVICE, dtype, [1, 7, 1, 20], [1, 7, 70, 33], heads, kv_heads, width, block_size, window)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_of_long_contexts_is_split(kernels: CudaKernels, dtype: torch.dtype, window: int | None) -> None:

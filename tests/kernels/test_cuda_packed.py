@@ -81,6 +81,7 @@ def test_products_and_rows(
             assert relative_error(got, (F.silu(gate) * up)[:tokens]) < 2 * ROUNDING[torch.float32]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     "scheme",

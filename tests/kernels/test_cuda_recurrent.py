@@ -78,7 +78,7 @@ def test_convolutions(dtype: torch.dtype, width: int, channels: int, gated: bool
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "key", "value", "by_turns"),
-    [(4, 2, 24, 40, False), (4, 2, 24, 40, True), (2, 2, 16, 16, False)],
+    [(4, 2, 24, 40, False), (4, 2, 24, 40, True), pytest.param(2, 2, 16, 16, False, marks=pytest.mark.slow)],
 )
 def test_the_delta_rule(dtype: torch.dtype, heads: int, key_heads: int, key: int, value: int, by_turns: bool) -> None:
     """The same of it."""

@@ -79,7 +79,7 @@ class Served:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     """One server for all tests that leave it as it was."""
-    server = Served("--max-num-seqs", "64").until_ready()
+    server = Served("--max-num-seqs", "64", "--threads", "1").until_ready()
     yield server
     assert server.stop() == 0
 

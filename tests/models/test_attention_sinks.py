@@ -81,6 +81,7 @@ def worst(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return (torch.cat(ours) - torch.cat(theirs)).abs().max().item()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_rolling_cache(models: Any, case: str, execution: str) -> None:

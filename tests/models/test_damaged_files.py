@@ -32,7 +32,7 @@ from tests.models.test_grouped_checkpoints import FORMATS
 from tests.models.test_grouped_checkpoints import read as read_packed_parts
 from tests.models.test_grouped_checkpoints import save as save_packed
 
-FEW = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Numbers of a GGUF file by which something is made.
 SIZES = ("block_count", "expert_count", "embedding_length", "attention.head_count", "attention.key_length")
 

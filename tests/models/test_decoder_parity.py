@@ -75,6 +75,7 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return (torch.cat(ours) - torch.cat(theirs)).abs().max().item()  # NaN, if there is any
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "execution", ["whole", pytest.param("chunked", marks=pytest.mark.slow), "token_by_token", "mixed"]
 )
@@ -196,6 +197,7 @@ def test_partial_rotation_equals_a_model_whose_other_frequencies_are_zero(tmp_pa
     assert worst(ours, [tiny.logits(model, prompt) for prompt in PROMPTS]) <= TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", HALF)

@@ -130,6 +130,7 @@ def test_a_tied_checkpoint_may_hold_an_lm_head(tmp_path):
 EXPERT_CASES = ["mixtral", "qwen2_moe", "qwen3_moe_some_dense", "deepseek_v3"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", EXPERT_CASES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_stacked_experts_are_the_same_model(tmp_path, case, stored):

@@ -88,6 +88,7 @@ def test_ranks_say_together_what_one_says(folder_of: Callable[[str], Path], case
     check_alike(first, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("case", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_four_ranks_of_which_two_have_the_same_key_head(
@@ -190,7 +191,7 @@ def test_stages_that_cannot_be_are_one_line(
         part_of(ModelConfig.from_folder(folder_of(case)), Share(stages=stages))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["llama", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 def test_who_joins_which_rows_changes_no_bit(
     folder_of: Callable[[str], Path], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

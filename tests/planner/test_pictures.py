@@ -19,6 +19,7 @@ from headway.planner.request import PlanRequest
 from headway.report import style
 
 LIGHT: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 16, "max_num_seqs": 16}
+SLOW = "405B on eight", "batch of one", "rate too high", "pipeline", "batch does not fit"
 CASES: dict[str, dict[str, Any]] = {
     "batch of one": {"model": "llama-3.1-8b", "hardware": "H100-SXM"},
     "tiny": {
@@ -51,7 +52,7 @@ def planned(**settings: Any) -> Plan:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, id=name, marks=pytest.mark.slow if name == "405B on eight" else ()) for name in CASES],
+    params=[pytest.param(name, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
 )
 def plan(request: pytest.FixtureRequest) -> Plan:
     return planned(**CASES[request.param])
@@ -113,6 +114,7 @@ def test_memory_crosses_where_the_plan_says() -> None:
     assert lines(pictures.memory(made), f"cache of {made.batch}: up to")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{}, {"count": 2}, {"pipeline_parallel_size": 2}, {"block_size": 7}], ids=str)
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "mistral-7b", "qwen2.5-7b"])
 def test_memory_agrees_with_the_answer(model: str, settings: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cost.layers import AttentionSinks
@@ -137,7 +137,6 @@ def request(sim: Drafting, world: World, rng: random.Random, beginnings: list[li
     sim.submit_choices(prompt, rng.randrange(1, 20), **options)
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), world=WORLDS)
 def test_whatever_is_combined_the_invariants_hold(seed: int, world: World) -> None:
     sim, rng = simulation(world, seed), random.Random(seed + 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.step.plan import ScheduledSequence
@@ -64,7 +64,6 @@ class Drafting(Faulty):
                 assert self.executor.written[block, self.block_size - 1] == (0, number)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(16, 40),

@@ -140,7 +140,7 @@ class Lenient(Simulation):
         assert len({item.seq_id for item in items}) == len(items)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(each, marks=pytest.mark.slow) for each in range(10, 30))])
 def test_whatever_a_policy_answers_the_books_are_straight(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "whimsical", Whimsical)
     rng = random.Random(seed)

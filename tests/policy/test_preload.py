@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -34,7 +34,6 @@ def test_prompts_that_leave_too_little_room_are_named() -> None:
     assert not fitting and "need the prefix cache" in why
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), tokens=st.integers(1, 30), policy=st.sampled_from(["slo", "fcfs"]))
 def test_pinned_blocks_stay_whatever_comes(seed: int, tokens: int, policy: str) -> None:
     rng = random.Random(seed)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -313,7 +313,6 @@ def test_a_pool_must_hold_the_longest_sequence() -> None:
         Scheduler(SchedulerConfig(4, 16, 64), KVBlocks(4, 4))
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(16, 40),

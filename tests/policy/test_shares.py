@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.objectives.service_class import ClassTable, ServiceClass
@@ -177,7 +177,6 @@ def test_one_that_has_starved_is_not_overtaken_within_the_bound_of_its_class() -
     sim.run_until_done()
 
 
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(16, 48), max_num_seqs=st.integers(1, 8), mixed=st.booleans())
 def test_shares_hold_at_every_step_and_nobody_starves(
     seed: int, num_blocks: int, max_num_seqs: int, mixed: bool

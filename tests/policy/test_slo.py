@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headway.policy.cache.kv_blocks import KVBlocks
@@ -422,7 +422,6 @@ def test_without_chunks_a_prompt_does_not_wait_for_the_decodes_beside_it() -> No
     assert second.output_len >= 1 and first.status is Status.RUNNING
 
 
-@settings(max_examples=60)
 @example(31061096, 3.0, 0.1, 8)  # a preempted sequence goes on with one token
 @given(
     st.integers(0, 2**32),

@@ -117,6 +117,7 @@ class Machine:
         return max(1.0, *(rate(drafts) / plain for drafts in range(MOST + 1)))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cost", [tiles, compute_bound, memory_bound])
 @pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("sequences", [1, 4, 16, 32])
@@ -127,6 +128,7 @@ def test_it_wins_nearly_what_can_be_won(cost: Callable[[int], float], chance: fl
     assert gained >= max(0.98, 0.82 * machine.best(sequences))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cost", [tiles, compute_bound, memory_bound])
 @pytest.mark.parametrize("chance", [0.0, 0.2])
 @pytest.mark.parametrize("sequences", [1, 4, 32])
@@ -138,6 +140,7 @@ def test_it_loses_no_more_than_two_in_a_hundred(
     assert Machine(cost, chance, drafting_ms=drafting_ms).run(sequences, 1000) >= 0.98
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cost", [tiles, compute_bound, memory_bound])
 @pytest.mark.parametrize("chance", [0.0, 0.4])
 @pytest.mark.parametrize("sequences", [1, 4, 16])

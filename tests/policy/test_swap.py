@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.policy.cache.swap import HostPool, SwapSpace
@@ -151,7 +151,6 @@ def test_a_step_says_what_is_swapped() -> None:
     assert "blocks of 1 swapped out" in words and "swapped in;" in words
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(16, 40),

@@ -36,6 +36,11 @@ CASES = [
     "mixtral", "qwen2_moe", "qwen3_moe_some_dense", "smollm3", "llama_wide_head", "gemma2", "olmo2", "deepseek_v2",
     "deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe",
 ]  # fmt: skip
+# Where scales are folded into something else: norms, other norms behind layers, gates, latents, states.
+QUICK = [
+    "llama_mlp_bias", "qwen2_tied", "gemma3", "glm4", "phi3", "qwen3_moe_some_dense", "olmo2", "deepseek_v3", "qwen3_5",
+    "lfm2",
+]  # fmt: skip
 ONE_OF_A_KIND = ["llama", "mixtral", "deepseek_v3", "qwen3_next", "lfm2"]
 
 
@@ -59,7 +64,7 @@ def logits(folder: Path) -> Tensor:
 @pytest.mark.parametrize(
     ("method", "case"),
     [
-        *(("awq", case) for case in CASES),
+        *(pytest.param("awq", case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES),
         *(pytest.param("gptq", case, marks=() if case in ONE_OF_A_KIND else pytest.mark.slow) for case in CASES),
     ],
 )

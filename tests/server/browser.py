@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id in answers (WebDriver, 12.1)
 # What Browser.emulate() is to be like for those who look at pages, by name.
-LOOKS: list[tuple[str, dict[str, int]]] = [
+LOOKS = [
     ("light", {}),
-    ("dark", {"dark": True}),
-    ("phone", {"width": 390, "height": 844, "phone": True}),
+    pytest.param("dark", {"dark": True}, marks=pytest.mark.slow),
+    pytest.param("phone", {"width": 390, "height": 844, "phone": True}, marks=pytest.mark.slow),
     ("phone-dark", {"width": 320, "height": 700, "phone": True, "dark": True}),
 ]
 

@@ -36,6 +36,13 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+# Few examples of these are requests that can be answered.
+ANSWERED = {
+    "/v1/completions": {"prompt": "Once"},
+    "/v1/embeddings": {"input": "Once"},
+    "/v1/score": {"text_1": "Once", "text_2": "upon"},
+    "/v1/rerank": {"query": "Once", "documents": ["upon"]},
+}
 PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
 
 
@@ -57,7 +64,7 @@ def document(server: LiveServer, written: dict[str, bytes]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_schemathesis_finds_nothing(server: LiveServer, document: dict[str, Any], examples: int) -> None:
     schema = schemathesis.openapi.from_dict(document)
@@ -77,6 +84,10 @@ def test_schemathesis_finds_nothing(server: LiveServer, document: dict[str, Any]
 
 
 def try_operation(operation: Any, seen: set[int], examples: int) -> None:
+    if operation.path in ANSWERED:
+        case = operation.Case(body=ANSWERED[operation.path], media_type="application/json")
+        assert case.call_and_validate(checks=CHECKS).status_code == 200
+        seen.add(200)
     modes = [schemathesis.GenerationMode.POSITIVE]
     if operation.body:
         modes.append(schemathesis.GenerationMode.NEGATIVE)

@@ -40,6 +40,7 @@ def run(of: Deployed, batch: int, output: int = 400, prompt: int = 100) -> tuple
     return server, sum(spent) / len(spent)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", [NGRAM, DRAFT], ids=["ngram", "draft"])
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
@@ -60,7 +60,6 @@ class Recorded(Drafting):
         return Recording(engine, records)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(16, 40),

@@ -224,6 +224,7 @@ def test_a_file_of_tenants_is_tried_on_traffic_of_several(tmp_path: Path) -> Non
     assert waits[0] < waits[1] / 4, "without turns it waits behind the flood"
 
 
+@pytest.mark.slow
 def test_what_if_the_tenants_had_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"

@@ -45,7 +45,7 @@ FIELDS = (
     "requests_per_s",
     "running",
 )
-SEEDED = settings(max_examples=25, deadline=None, derandomize=True)
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -210,7 +210,7 @@ def few_chunks(workload: RequestShape, limits: Limits) -> bool:
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 @given(workload=workloads, limits=limits, clients=st.integers(1, 10), prompts=st.integers(1, 30))
-@SEEDED
+@FEWER
 def test_a_closed_loop_is_as_reckoned_until_its_last_prompt(name, workload, limits, clients, prompts):
     assume(few_chunks(workload, limits))
     ours = closed_loop(DEPLOYMENTS[name], workload, clients, prompts, limits)
@@ -223,7 +223,7 @@ def test_a_closed_loop_is_as_reckoned_until_its_last_prompt(name, workload, limi
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 @given(workload=workloads, limits=limits, requests=st.integers(1, 16))
-@SEEDED
+@FEWER
 def test_a_burst_is_served_as_reckoned(name, workload, limits, requests):
     assume(few_chunks(workload, limits))
     ours = burst(DEPLOYMENTS[name], workload, requests, limits)
@@ -237,7 +237,7 @@ def test_a_burst_is_served_as_reckoned(name, workload, limits, requests):
     gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=14),
     scale=st.sampled_from([1e-5, 1e-4, 1e-3, 1e-2]),
 )
-@SEEDED
+@FEWER
 def test_requests_that_come_at_any_time_see_what_is_reckoned(name, workload, limits, gaps, scale):
     """But for those that come when a step is about to end: where many are taken in one go, they may fall one beside."""
     assume(few_chunks(workload, limits))
@@ -254,7 +254,7 @@ def test_requests_that_come_at_any_time_see_what_is_reckoned(name, workload, lim
     gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=14),
     skip=st.integers(0, 3),
 )
-@SEEDED
+@FEWER
 def test_where_all_steps_take_equally_long_nothing_differs(workload, limits, gaps, skip):
     """Nothing is lost then by taking many steps in one go, and each arrival falls into the step that it falls into."""
     assume(few_chunks(workload, limits) and skip < len(gaps))
@@ -266,7 +266,7 @@ def test_where_all_steps_take_equally_long_nothing_differs(workload, limits, gap
 
 
 @given(workload=workloads, limits=limits, requests=st.integers(1, 16), again=st.booleans())
-@SEEDED
+@FEWER
 def test_the_reckoning_keeps_the_rules_of_engines(workload, limits, requests, again):
     """Steps stay within both limits, counting prompts under way, and nothing idles while there is work."""
     assume(few_chunks(workload, limits))
@@ -289,7 +289,7 @@ def test_the_reckoning_keeps_the_rules_of_engines(workload, limits, requests, ag
 
 
 @given(workload=workloads, name=st.sampled_from(list(DEPLOYMENTS)))
-@SEEDED
+@FEWER
 def test_one_client_waits_for_each_step_in_turn(workload, name):
     """By hand: the prompt's step, then one step for each further token, at a context that grows by one."""
     on = DEPLOYMENTS[name]
@@ -319,7 +319,7 @@ def test_a_run_of_steps_takes_as_long_as_its_middle_one(prompt, output):
 
 
 @given(workload=workloads, requests=st.integers(1, 12))
-@SEEDED
+@FEWER
 def test_one_sequence_at_a_time_is_a_queue(workload, requests):
     on, alone = DEPLOYMENTS["dense"], replace(workload, spread=0.0)
     one = closed_loop(on, alone, 1, 3)
@@ -330,7 +330,7 @@ def test_one_sequence_at_a_time_is_a_queue(workload, requests):
 
 
 @given(workload=workloads, requests=st.integers(1, 40), name=st.sampled_from(list(DEPLOYMENTS)))
-@SEEDED
+@FEWER
 def test_little_s_law_holds_exactly_for_a_burst(workload, requests, name):
     """Sequences in the engine on average = rate * time in the engine, all of whom begin with the first step."""
     efficiency = replace(DEPLOYMENTS[name].efficiency, token_s=0.0, request_s=0.0)
@@ -340,7 +340,7 @@ def test_little_s_law_holds_exactly_for_a_burst(workload, requests, name):
 
 
 @given(workload=workloads, concurrency=st.integers(1, 32))
-@SEEDED
+@FEWER
 def test_little_s_law_holds_for_clients_in_a_loop(workload, concurrency):
     """Clients = rate * time from one request to the next, up to the requests that are under way at both ends."""
     served = closed_loop(DEPLOYMENTS["slow host"], replace(workload, spread=0.0), concurrency, 12 * concurrency)
@@ -348,7 +348,7 @@ def test_little_s_law_holds_for_clients_in_a_loop(workload, concurrency):
 
 
 @given(workload=workloads, name=st.sampled_from(list(DEPLOYMENTS)))
-@SEEDED
+@FEWER
 def test_more_clients_are_served_faster_and_wait_longer(workload, name):
     on, alike = DEPLOYMENTS[name], replace(workload, spread=0.0)
     runs = [closed_loop(on, alike, concurrency, 4 * concurrency) for concurrency in (1, 2, 4, 8, 16, 32)]
@@ -359,7 +359,7 @@ def test_more_clients_are_served_faster_and_wait_longer(workload, name):
 
 
 @given(workload=workloads, limits=limits, requests=st.integers(1, 30))
-@SEEDED
+@FEWER
 def test_a_latency_is_its_first_token_and_the_rest(workload, limits, requests):
     served = burst(DEPLOYMENTS["dense"], replace(workload, spread=0.0), requests, limits)
     assert served.e2e_s == pytest.approx(served.ttft_s + (workload.output - 1) * served.tpot_s, rel=1e-4)
@@ -402,6 +402,7 @@ def test_where_all_that_count_end_in_one_step_their_rate_is_that_of_the_run():
 # Few for many
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 @pytest.mark.parametrize("bounds", [Limits(8192, 8), Limits(50, 8), Limits(8192, 6, sharing=PREFILL_FIRST)])
 def test_a_saturated_server_is_a_crowd_of_clients_that_never_ends(name, bounds):

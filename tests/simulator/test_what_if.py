@@ -32,6 +32,7 @@ class Tokens:
         return StepTimes(now, now + took, now + took)
 
 
+@pytest.mark.slow
 def test_the_highest_rate_is_found_with_new_seeds_for_each_look(tmp_path: Path) -> None:
     files = ["--result-dir", tmp_path, "--result-filename", "run.json"]
     load = ["--random-input-len", "2000", "--random-output-len", "4", "--num-prompts", "100"]

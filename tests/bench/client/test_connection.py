@@ -143,6 +143,7 @@ async def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer)
 # --- bytes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("framing", ["chunked", "length", "close"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("write_bytes", [0, 5])

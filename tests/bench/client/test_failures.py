@@ -29,6 +29,7 @@ def check(failure: Failure | None, kind: FailureKind, message: str) -> None:
     assert "\n" not in failure.message and len(failure.message) <= 300
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("api", ["completions", "chat"])
 @pytest.mark.parametrize(
     ("fail", "kind", "message"),
@@ -183,6 +184,7 @@ def test_the_server_s_own_words_are_found_in_any_error_body(body: bytes, message
     assert failure_of_status(500, {}, body).message == message
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fail", ["cut", "garbage", "error_event", ""])
 def test_nothing_of_a_request_needs_the_garbage_collector(server: ScriptedServer, fail: str, run: Any) -> None:
     """It is off during a run: what is only freed by it, prompts among it, would pile up."""

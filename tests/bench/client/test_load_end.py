@@ -31,6 +31,7 @@ def test_after_the_duration_nothing_is_sent_and_answers_are_awaited(run: Run) ->
     assert listener.stages == [LoadStage.LOAD, LoadStage.DRAIN, LoadStage.DONE]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [LoadMode.CLOSED, LoadMode.OPEN])
 @pytest.mark.parametrize("client", [FakeClient(), FakeClient(delay_s=0.1, failing=(0,))])
 def test_the_duration_ends_conversations_too(run: Run, mode: LoadMode, client: FakeClient) -> None:
@@ -59,6 +60,7 @@ class Hung(FakeClient):
         await super().send(planned, record, prompt)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("options", "failed", "never_due"),
     [
@@ -105,6 +107,7 @@ def test_who_was_due_and_had_no_place_when_the_time_was_up_has_failed(run: Run) 
     assert outcome.waited_for_place == 2 and outcome.longest_wait_ms >= 45 and len(outcome.client.start_lag_ms) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("swallows", [False, True])
 def test_stopping_keeps_what_was_measured(run: Run, swallows: bool) -> None:
     class HalfStuck(FakeClient):

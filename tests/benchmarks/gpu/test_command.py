@@ -186,6 +186,7 @@ def test_bad_flags_are_refused(good: Scripted, capsys: pytest.CaptureFixture[str
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_this_machine_is_looked_at() -> None:
     found = environment.look(("torch", "no_such_package"))
     assert found["missing"] == ["no_such_package"] and found["torch"]["version"] and found["problems"] == {}

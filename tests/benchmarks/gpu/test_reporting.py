@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.parts import PARTS, TESTS, gpu_tests, is_parity
 from benchmarks.gpu.runner import Outcome, run
 
@@ -33,6 +35,7 @@ def test_last(): pass
 """
 
 
+@pytest.mark.slow
 def test_every_test_is_run_once(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(FILE)
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")

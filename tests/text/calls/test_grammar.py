@@ -108,6 +108,7 @@ def spoilt(call: Call, tool: Any, dice: random.Random) -> Call:
     return call
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_valid_calls_are_accepted_and_others_are_not(way: str, is_special: bool) -> None:
@@ -134,6 +135,7 @@ def test_valid_calls_are_accepted_and_others_are_not(way: str, is_special: bool)
         assert calls[0].name == calls[1].name or not vocabulary.accepts(named, write(calls[:1]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_calls_amid_text_are_valid_or_not_there(way: str, is_special: bool) -> None:
@@ -188,6 +190,7 @@ def test_every_family_has_a_grammar() -> None:
     assert {WRITTEN[way][0].replace("deepseek_v31", "deepseek_v3") for way in WAYS} == CALLS.keys()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_grammar_leads_to_is_a_call(way: str, choice: str) -> None:
