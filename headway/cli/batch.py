@@ -90,7 +90,7 @@ async def _run(options: BatchOptions, engine: EngineConfig) -> None:
         else:
             name = options.served_model_name or options.model or NAME
             check_files(options.source, options.output, [name])
-            engine.model = str(model_folder(options.model or NAME))
+            engine.model = str(model_folder(NAME if options.model is None else options.model))
             display = StartupDisplay(name, time.monotonic_ns(), console)
             display.start()
             try:
