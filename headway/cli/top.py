@@ -44,10 +44,10 @@ def top(
     try:
         if once or not console.is_terminal:
             last = [*itertools.islice(looks, 2)][-1]
-            console.print(last.render())
+            console.print(last.render(console.width))
             return
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
             for view in looks:
-                screen.update(view.render(), refresh=True)
+                screen.update(view.render(console.width), refresh=True)
     except TopError as error:
         fail(f"{error}")
