@@ -64,6 +64,8 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
 
     if options.url is not None and (options.model or options.served_model_name):
         fail("--url uses the model of the server; leave out --model and --served-model-name")
+    if options.output.resolve() == options.source.resolve():
+        fail(f"{options.output} has the requests; choose another file for the answers")
     if options.output.exists() and not options.overwrite:
         fail(f"{options.output} already exists; choose another file, or replace it with --overwrite")
     try:
