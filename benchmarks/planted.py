@@ -233,7 +233,7 @@ def main() -> None:
                 console.rule(f"{problem.name}: {problem.said}")
                 with planted(problem, arguments.port, pid):
                     time.sleep(2 * _EVERY_S)  # what was before has ended
-                    console.print(watched(url, arguments.seconds).render())
+                    console.print(watched(url, arguments.seconds).render(console.width))
 
 
 if __name__ == "__main__":

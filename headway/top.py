@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from headway.report.console import fitted
+from headway.report.parts import Cell, Table
 
 TIMEOUT_S, MOST_BYTES = 5.0, 16 * 2**20
 WINDOW_S, RATE_S = 60.0, 5.0  # of quantiles, and of rates
@@ -187,8 +189,8 @@ class View:
 
     # --- the screen -----------------------------------------------------------------------------------
 
-    def render(self) -> RenderableType:
-        """The screen."""
+    def render(self, width: int) -> RenderableType:
+        """The screen, of so many columns."""
         last = self.snapshots[-1]
         head = Text.assemble((last.prefix.rstrip(":_") or "server", "bold"), f"  {self.url}")
         if self.problem:
@@ -196,11 +198,8 @@ class View:
         parts: list[RenderableType] = [head, Text(" · ".join(self._figures(last)))]
         if len(self.history) > 1:
             parts.append(Text.assemble("generated tokens/s  ", (sparkline(self.history), "cyan")))
-        parts.append(self._times())
-        for table in (self._classes(last), self._reasons()):
-            if table is not None:
-                parts.append(table)
-        return Group(*parts)
+        tables = (self._times(), self._classes(last), self._reasons())
+        return Group(*parts, *(fitted(table, width) for table in tables if table.rows))
 
     def _figures(self, last: Snapshot) -> Iterator[str]:
         counts: tuple[tuple[str, Sequence[str]], ...] = (("running", RUNNING), ("waiting", WAITING))
@@ -227,20 +226,14 @@ class View:
 
     def _times(self) -> Table:
         span = "since its start" if len(self.snapshots) < 2 else f"last {WINDOW_S:g} s"
-        table = Table("", *(f"P{100 * at:g}" for at in SHOWN), title=f"times, {span}", title_justify="left")
-        for name, names in TIMES.items():
-            found = self.quantiles(names)
-            if found[0] is not None:
-                table.add_row(name, *map(shown_s, found))
-        for column in table.columns[1:]:
-            column.justify = "right"
-        return table
+        found = {name: self.quantiles(names) for name, names in TIMES.items()}
+        rows = (_row(name, *map(shown_s, times)) for name, times in found.items() if times[0] is not None)
+        return Table(f"times, {span}", ("", *(f"P{100 * at:g}" for at in SHOWN)), tuple(rows))
 
-    def _classes(self, last: Snapshot) -> Table | None:
+    def _classes(self, last: Snapshot) -> Table:
         running, waiting = (last.values(f"class_requests_{each}", "service_class") for each in ("running", "waiting"))
-        if not running:
-            return None
-        table = Table("class", "running", "waiting", "TTFT P50", "TTFT P99", "TPOT P99", "missed", "most of its time")
+        headings = ("class", "running", "waiting", "TTFT P50", "TTFT P99", "TPOT P99", "missed", "most of its time")
+        rows = []
         for name in running:
             where = {"service_class": name}
             ttft = self.quantiles(("class_time_to_first_token_seconds",), **where)
@@ -252,10 +245,8 @@ class View:
             share = f"{missed / either:.0%}" if either and missed is not None else "–"
             counts = f"{running[name]:.0f}", f"{waiting.get(name, 0):.0f}"
             times = shown_s(ttft[0]), shown_s(ttft[-1]), shown_s(tpot[-1])
-            table.add_row(name, *counts, *times, share, self._most_of(last, name))
-        for column in table.columns[1:-1]:
-            column.justify = "right"
-        return table
+            rows.append(_row(name, *counts, *times, share, self._most_of(last, name)))
+        return Table("", headings, tuple(rows), left=frozenset({len(headings) - 1}))
 
     def _most_of(self, last: Snapshot, service_class: str) -> str:
         """The phases that most time of a class' choices went to, of those that ended in the window."""
@@ -270,10 +261,9 @@ class View:
         most = sorted(spent.items(), key=lambda pair: -pair[1])[:MOST_PHASES] if total > 0 else []
         return ", ".join(f"{phase} {value / total:.0%}" for phase, value in most) or "–"
 
-    def _reasons(self) -> Table | None:
+    def _reasons(self) -> Table:
         """What sequences wait for and why requests are refused, in the last seconds."""
-        table = Table("in the last seconds", "", show_header=False)
-        last = self.snapshots[-1]
+        rows, last = [], self.snapshots[-1]
         for metric, label, words in (
             ("stall_seconds_total", "cause", "sequences in {}"),
             ("class_requests_refused_total", "reason", "refused a second: {}"),
@@ -281,8 +271,12 @@ class View:
             rates = {each: self.rate((metric,), **{label: each}) for each in last.values(metric, label)}
             for each, rate in sorted(rates.items(), key=lambda pair: -(pair[1] or 0.0)):
                 if rate:
-                    table.add_row(words.format(each), f"{rate:.2f}")
-        return table if table.rows else None
+                    rows.append(_row(words.format(each), f"{rate:.2f}"))
+        return Table("", ("in the last seconds", ""), tuple(rows))
+
+
+def _row(*texts: str) -> tuple[Cell, ...]:
+    return tuple(map(Cell, texts))
 
 
 def shown_s(seconds: float | None) -> str:

@@ -57,9 +57,9 @@ def vllm(prompts: int, generated: int, fast: int, every: int) -> str:
     return text
 
 
-def seen(view: View) -> str:
-    console = Console(width=120, file=io.StringIO())
-    console.print(view.render())
+def seen(view: View, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(view.render(console.width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -82,6 +82,16 @@ def test_what_llama_cpp_tells_is_shown() -> None:
     view.add(snapshot(LLAMA.replace(" 500", " 530"), 2.0))
     text = seen(view)
     assert "llamacpp" in text and "1 running · 4 waiting" in text and "15.0 tokens/s" in text and "KV" not in text
+
+
+def test_no_word_is_cut_in_a_small_terminal() -> None:
+    view = View("http://there")
+    counts = (f'class_requests_{each}{{service_class="interactive"}} 3' for each in ("running", "waiting"))
+    view.add(snapshot("".join(f"headway:{each}\n" for each in (*counts, "num_requests_running 3")), 0.0))
+    for width in (40, 80):
+        text = seen(view, width)
+        assert "…" not in text and "interactive" in text and "missed" in text
+        assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_server_that_was_started_anew_is_a_new_one() -> None:

@@ -61,6 +61,8 @@ def batch(options: BatchOptions, engine: EngineConfig) -> None:
 
     if options.url is not None and (options.model or options.served_model_name):
         fail("--url uses the model of the server; leave out --model and --served-model-name")
+    if options.output.resolve() == options.source.resolve():
+        fail(f"{options.output} has the requests; choose another file for the answers")
     if options.output.exists() and not options.overwrite:
         fail(f"{options.output} already exists; choose another file, or replace it with --overwrite")
     try:
@@ -87,7 +89,7 @@ async def _run(options: BatchOptions, engine: EngineConfig) -> None:
         else:
             name = options.served_model_name or options.model or NAME
             check_files(options.source, options.output, [name])
-            engine.model = str(model_folder(options.model or NAME))
+            engine.model = str(model_folder(NAME if options.model is None else options.model))
             display = StartupDisplay(name, time.monotonic_ns(), console)
             display.start()
             try:

@@ -40,7 +40,7 @@ def quality(options: QualityOptions) -> None:
     from headway.quantize.quality import measure
     from headway.report.console import print_table
 
-    folder, rows = model_folder(options.model or NAME), []
+    folder, rows = model_folder(NAME if options.model is None else options.model), []
     if options.output is not None and not options.output.expanduser().absolute().parent.is_dir():
         fail(f"--output {options.output} cannot be written: its folder is not there")
     try:

@@ -89,10 +89,10 @@ def serve(
         except ValueError as error:
             fail(f"--tenants: {error}")
         engine.weights = server.tenants.table.weights
-    engine.model = str(model_folder(model or NAME))
+    server.root = NAME if model is None else model
+    engine.model = str(model_folder(server.root))
     if engine.node_rank:
         return _be_node(engine)
-    server.root = model or NAME
     server.served_model_names = server.served_model_names or [short_name(server.root)]
     for module in engine.lora_modules:
         if module.name in server.known_names:

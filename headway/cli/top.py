@@ -38,8 +38,8 @@ def top(
     looks = follow(url.rstrip("/"), api_key, interval)
     if once or not console.is_terminal:
         last = [*itertools.islice(looks, 2)][-1]
-        console.print(last.render())
+        console.print(last.render(console.width))
         return
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
         for view in looks:
-            screen.update(view.render(), refresh=True)
+            screen.update(view.render(console.width), refresh=True)

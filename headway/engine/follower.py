@@ -69,8 +69,6 @@ def main(memory: int, bell: int, parent: int) -> int:
         bell: its eventfd for this rank.
     """
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when this one ends
-        signal.signal(number, signal.SIG_IGN)
     assigned = sys.stdin.buffer.read()
     if os.getppid() != parent or not assigned:
         return 0

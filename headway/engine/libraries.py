@@ -74,8 +74,7 @@ def load_libraries() -> threading.Thread | None:
     library = os.path.join(spec.submodule_search_locations[0], _LIBRARY)
     # ctypes.CDLL(library) would keep the interpreter to itself while it loads; a call of a function lets others go on.
     open_library = ctypes.CDLL(None).dlopen
-    thread = threading.Thread(
-        target=open_library, args=(os.fsencode(library), os.RTLD_NOW), daemon=True, name="headway-libraries"
-    )
+    # No daemon: a process that ends early, as for want of the model, waits for it, or the linker would crash.
+    thread = threading.Thread(target=open_library, args=(os.fsencode(library), os.RTLD_NOW), name="headway-libraries")
     thread.start()
     return thread

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -112,9 +111,6 @@ class Channel:
 def main(descriptor: int) -> int:
     """Serve the API process at the other end of this socket until it says Shutdown or goes away; the exit code."""
     parent = os.getppid()
-    # Ctrl-C, and a service manager's signals, reach the whole group; the API process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         configure = sys.stdin.buffer.read()

@@ -26,17 +26,20 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens + self.input_tokens + self.output_tokens
+        # Anthropic's API counts cached tokens apart; who tells them beside prompt_tokens has them in these, too.
+        cached = 0 if self.prompt_tokens else self.cache_read_input_tokens + self.cache_creation_input_tokens
+        return self.prompt_tokens + self.completion_tokens + self.input_tokens + self.output_tokens + cached
 
     def joined(self, before: Usage | None) -> Usage:
         """What both say together: Anthropic's streams tell the prompt first, and the output at their end."""
         if before is None:
             return self
-        names = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
-        return Usage(*[max(getattr(self, name), getattr(before, name)) for name in names])
+        return Usage(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(before)))
 
 
 class Delta(msgspec.Struct, gc=False):

@@ -66,7 +66,7 @@ class LLM:
         RuntimeError: here or in a call, in a fork of a process that made an LLM.
     """
 
-    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
         global _process
         load_libraries()
         from headway.engine.start import start_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +20,7 @@ from headway.policy.step.sampling_params import SamplingParams
 class AsyncLLM:
     """A model in a process of its own, for asyncio programs. Use as `async with AsyncLLM(model) as llm`."""
 
-    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, skip_tokenizer_init: bool = False, **engine_args: Any) -> None:
         self._front = Front(model, skip_tokenizer_init, engine_args.get("classes", BUILT_IN))
         self.engine = EngineClient(EngineConfig(model=str(self._front.folder), **engine_args))
         self._loads: dict[str, asyncio.Future[AdapterFound]] = {}  # adapters, by a name for what their folder has

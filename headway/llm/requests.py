@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -118,8 +119,8 @@ class Collector:
 class Front:
     """The part that LLM and AsyncLLM share: it has the tokenizer and the chat template, and makes requests."""
 
-    def __init__(self, model: str, skip_tokenizer_init: bool, classes: ClassTable) -> None:
-        self.folder = resolve_model(model)
+    def __init__(self, model: str | os.PathLike[str], skip_tokenizer_init: bool, classes: ClassTable) -> None:
+        self.folder = resolve_model(os.fspath(model))
         self._classes = classes
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.load(self.folder)
         self.chat_template = ChatTemplate.load(self.tokenizer) if self.tokenizer is not None else None
@@ -158,7 +159,9 @@ class Front:
         elif isinstance(prompt, list):
             text, token_ids = None, _checked(prompt)
         else:
-            text = str(prompt["prompt"]) if isinstance(prompt, dict) else prompt
+            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            if not isinstance(text, str):
+                raise ValueError(f"a prompt is {str(prompt)[:60]!r}; give a text, token ids, or a dict with either")
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer; give {'prompt_token_ids': [...]} instead")
             token_ids = self.tokenizer.encode(text)
@@ -184,7 +187,22 @@ class Front:
     def render(self, messages: list[Message]) -> list[int]:
         if self.chat_template is None or self.tokenizer is None:
             raise TextError(f"{self.folder} has no chat template; use generate with a prompt")
-        return self.tokenizer.encode(self.chat_template.render(messages), add_special_tokens=False)
+        if not messages:
+            raise ValueError("the conversation has no messages; give at least one")
+        text = self.chat_template.render([_with_text(each) for each in messages])
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _with_text(message: Message) -> Message:
+    """A message as chat templates take it: with a text. Raises ValueError where it has none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "\n".join(str(part.get("text", "")) for part in content)
+    elif content is None and isinstance(message, dict) and message.get("role") == "assistant":
+        content = ""  # as of an answer that is nothing but calls
+    if not isinstance(content, str):
+        raise ValueError(f"{str(message)[:80]!r} is no message with text; give a dict with role and content")
+    return {**message, "content": content}
 
 
 def _checked(given: Iterable[int]) -> list[int]:

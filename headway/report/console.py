@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -32,24 +32,27 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
+    """The table as fitted() has it."""
+    console.print(fitted(table, console.width))
+
+
+def fitted(table: Table, width: int) -> RenderableType:
     """The table; where it is too wide for the terminal, its rows as columns, or else a short list for each row.
 
     No word and number is ever cut.
     """
     for shown in (table, _turned(table)):
-        widths = _widths(shown, console.width)
+        widths = _widths(shown, width)
         if widths is not None:
-            console.print(_drawn(shown, widths))
-            return
-    console.print(Text(table.title, style="bold"))
+            return _drawn(shown, widths)
+    lines = [Text(table.title, style="bold")]
     for row in table.rows:
         heading = f"{table.columns[0]}: {row[0].text}" if table.columns[0] else row[0].text
-        console.print(Text(heading, style=STYLES[row[0].tone] or "bold"))
+        lines.append(Text(heading, style=STYLES[row[0].tone] or "bold"))
         for column, cell in zip(table.columns[1:], row[1:], strict=True):
             detail = f"  ({cell.detail})" if cell.detail else ""
-            console.print(Text.assemble(f"  {column}: " if column else "  ", (cell.text, STYLES[cell.tone]), detail))
-    if table.note:
-        console.print(Text(table.note, style="dim"))
+            lines.append(Text.assemble(f"  {column}: " if column else "  ", (cell.text, STYLES[cell.tone]), detail))
+    return Group(*lines, *([Text(table.note, style="dim")] if table.note else []))
 
 
 def _turned(table: Table) -> Table:

@@ -84,6 +84,7 @@ class BoundedProcess:
                 [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid()), *self._arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C reaches the parent
             )
         self._socket = ours
         ours.settimeout(START_S)
@@ -128,7 +129,6 @@ def serve(descriptor: int, parent: int, do: Callable[[bytearray], bytes]) -> Non
     """Answer each message with what `do` makes of it, until the parent has gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent
     os.nice(NICENESS)
     with socket.socket(fileno=descriptor) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(b"1")

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), **ENGINE)
+    return LLM(folder, **ENGINE)
 
 
 def test_text_is_the_tokens_decoded(llm: LLM) -> None:
@@ -116,6 +116,14 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     shown = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
     assert shown == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert len(llm.chat([[{"role": "user", "content": w}] for w in ("a", "b")], GREEDY)) == 2
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY)
+    shown = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>user\nHel\nlo<|im_end|>\n<|im_start|>assistant\n"
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    for messages in ([], [{"role": "user"}], [{"role": "user", "content": [image]}], ["Hello"]):
+        with pytest.raises(ValueError, match="no message"):
+            llm.chat(messages, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +131,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     [
         ("", "the prompt is empty"),
         ([5] * 300, "the prompt has 300 tokens"),
+        ({"promt": "a"}, "give a text, token ids, or a dict with either"),
         ([5, 9999], "9999"),
         ([5, "six"], "the prompt has 'six' for a token id; token ids are integers from 0"),
         ([5, 6.5], "the prompt has 6.5 for a token id"),

@@ -123,6 +123,19 @@ assert "torch" not in sys.modules and "headway.engine.process" not in sys.module
 print("libtorch_cpu" in open("/proc/self/maps").read())
 """
     assert _printed(code) == "True"
+    _printed("from headway.engine.libraries import load_libraries; load_libraries()")  # ends at once, without a crash
+
+
+def test_an_engine_process_leaves_ctrl_c_to_the_server_before_it_imports_anything() -> None:
+    code = """
+import signal
+import headway.engine.libraries as libraries
+from headway.engine.__main__ import run
+
+libraries.begin_import = lambda: exit(print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
+run()
+"""
+    assert _printed(code) == "True"
 
 
 def test_taking_memory_leaves_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ CHAT = stream(
     ": a comment",
     {"choices": [{"index": 0, "delta": {"content": "a\n\nb"}, "finish_reason": None}]},
     {"choices": [{"index": 0, "delta": {"content": "c"}, "finish_reason": "stop"}]},
-    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}},
+    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "cache_read_input_tokens": 7}},
     "data: [DONE]",
 )
 
@@ -47,13 +47,14 @@ def test_a_stream_without_its_end_is_not_complete(end: int) -> None:
 
 def test_streams_of_anthropic_tell_their_use_in_two_parts() -> None:
     reader = EventReader()
+    begun = {"input_tokens": 20, "cache_read_input_tokens": 48, "cache_creation_input_tokens": 16, "output_tokens": 1}
     events = (
-        {"type": "message_start", "message": {"id": "m", "usage": {"input_tokens": 20, "output_tokens": 1}}},
+        {"type": "message_start", "message": {"id": "m", "usage": begun}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
         {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 5}},
     )
     list(reader.whole(stream(*[f"event: {each['type']}\ndata: {json.dumps(each)}" for each in events])))
-    assert not reader.is_complete and reader.usage is not None and reader.usage.tokens == 25
+    assert not reader.is_complete and reader.usage is not None and reader.usage.tokens == 20 + 48 + 16 + 5
     list(reader.whole(stream('event: message_stop\ndata: {"type": "message_stop"}')))
     assert reader.is_complete
 

@@ -80,12 +80,22 @@ def test_a_required_call_comes_whatever_the_model_would_say(asker: openai.OpenAI
 
 def test_a_named_tool_is_the_one_that_is_called_in_a_stream_too(asker: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "clock"}}
-    asked: Any = {"model": MODEL, "tools": TOOLS, "tool_choice": named, "max_tokens": 200, "parallel_tool_calls": False}
+    asked: Any = {"model": MODEL, "tools": TOOLS, "tool_choice": named, "max_tokens": 200}
     with asker.chat.completions.stream(messages=[{"role": "user", "content": QUESTION}], **asked) as stream:
         stream.until_done()
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert call.function.name == "clock"
     check("clock", call.function.arguments)
+
+
+def test_a_tool_without_parameters_has_no_arguments(asker: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "now"}}]
+    answer = asker.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], tools=tools, max_tokens=100,
+        tool_choice={"type": "function", "function": {"name": "now"}},
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.function.arguments == "{}" and answer.choices[0].finish_reason == "tool_calls"  # type: ignore[union-attr]
 
 
 def test_three_turns_through_chat(asker: openai.OpenAI) -> None:

@@ -62,6 +62,7 @@ def test_an_interrupt_while_modules_are_imported_ends_it_as_later(tmp_path: Path
         (["serve", "--bogus"], "--bogus"),
         (["nothing"], "nothing"),
         (["serv"], "did you mean serve?"),
+        (["serve", ""], "'': no such folder"),
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port", "70000"], "--port"),
         (["serve", "--dtype", "int3"], "bfloat16"),

@@ -68,6 +68,9 @@ def test_content_blocks_and_earlier_answers(
     turns = [("system", "Count."), ("user", "One\ntwo"), ("assistant", "Three"), ("user", "four")]
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     assert prompt_of(engine, tokenizer) == f"{text}<|im_start|>assistant\n"
+    claude.messages.create(model=MODEL, max_tokens=5, messages=messages[:2], system=system)
+    before, _, _ = text.partition("<|im_end|>\n<|im_start|>user\nfour")
+    assert prompt_of(engine, tokenizer) == before  # which the answer goes on with
 
 
 def test_how_an_answer_ends(claude: anthropic.Anthropic) -> None:

@@ -58,7 +58,7 @@ def test_top_shows_which_problem_it_is(name: str, monkeypatch: pytest.MonkeyPatc
     used = Used(100 * 0.05 * cores, 1, 1, 1)
     view.add(snapshot(metrics.exposition().decode(), 5.0))
     console = Console(width=160, file=io.StringIO())
-    console.print(view.render())
+    console.print(view.render(console.width))
     assert isinstance(console.file, io.StringIO)
     assert of_top(console.file.getvalue()).problem(usual=1.0) == name
 

@@ -85,7 +85,7 @@ def find_model(
         BenchError: there is no such model, or it cannot be served.
     """
     try:
-        folder = resolve_model(name or NAME)
+        folder = resolve_model(NAME if name is None else name)
         config = ModelConfig.from_folder(folder)
         quantization = rounds_to(quantization, config.packed)
     except ModelError as error:

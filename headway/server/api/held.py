@@ -88,7 +88,7 @@ def _of_calls(
             kept,
             body.tool_choice if is_required else kind,
             is_reasoning=is_reasoning,
-            parallel=body.parallel_tool_calls is not False,
+            parallel=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict),
             token_ids=service.tag_ids,
         )
     except calls.UnsupportedSchema as error:
@@ -104,7 +104,8 @@ def _kept(tool: Tool, path: str, left_out: list[str], is_required: bool) -> dict
     is_whole = is_required and bool(tool.function.strict)
     missing: list[str] | None = None if is_whole else []
     try:
-        kept = check_schema(tool.function.parameters or {"type": "object", "properties": {}}, missing)
+        given = tool.function.parameters
+        kept = check_schema(given or {"type": "object", "additionalProperties": given is not None}, missing)
     except UnsupportedSchema as error:
         if not is_required:
             left_out.append(f"{path}.parameters")

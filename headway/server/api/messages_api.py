@@ -99,6 +99,9 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
         ApiError: 400 for a content block that is not understood.
     """
     chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    last = chat["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:  # the beginning of the answer
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         chat["tools"] = [_function(tool) for tool in body.tools]
     if body.tool_choice is not None and (body.tools or body.tool_choice.type != "auto"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class BadLine(ValueError):
 def parse(raw: bytes) -> RequestLine:
     """The request in a line. Raises BadLine."""
     try:
-        line = msgspec.json.decode(raw, type=RequestLine)
+        line = msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=RequestLine)  # which editors of Windows write
         line.body = msgspec.Raw(bytes(line.body))  # else it holds the whole of what was read
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine("invalid_json_line", f"the line is not a valid request: {error}", _custom_id(raw)) from None
@@ -62,7 +63,7 @@ def parse(raw: bytes) -> RequestLine:
 def _custom_id(raw: bytes) -> str | None:
     """The custom_id of a line that is wrong otherwise, if it can be found."""
     try:
-        found = msgspec.json.decode(raw)
+        found = msgspec.json.decode(raw.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     custom_id = found.get("custom_id") if isinstance(found, dict) else None
@@ -166,10 +167,16 @@ def failed(number: int, custom_id: str | None, code: str, message: str) -> Resul
 
 
 class _Usage(msgspec.Struct):
+    """Usage of completions, chats and vectors; `input` and `output` are the words of /v1/responses."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: dict[str, Any] | None = None
     completion_tokens_details: dict[str, Any] | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: dict[str, Any] | None = None
+    output_tokens_details: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -183,9 +190,10 @@ def answered(number: int, custom_id: str, status: int, request_id: str, body: by
     if status != 200:
         return Result(number, False, written)
     usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
-    cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
-    thought = (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
-    return Result(number, True, written, (usage.prompt_tokens, cached, usage.completion_tokens, thought))
+    cached = (usage.prompt_tokens_details or usage.input_tokens_details or {}).get("cached_tokens") or 0
+    thought = (usage.completion_tokens_details or usage.output_tokens_details or {}).get("reasoning_tokens") or 0
+    tokens = usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens
+    return Result(number, True, written, (tokens[0], cached, tokens[1], thought))
 
 
 def unanswered(path: Path, done: Collection[int], code: str, message: str) -> Iterator[Result]:

@@ -67,6 +67,7 @@ def test_a_file_becomes_a_file_in_order(model_folder: Path, tmp_path: Path) -> N
         "body": {"messages": [{"role": "user", "content": "Hi"}]},
     }
     source = write(tmp_path / "in.jsonl", row(0), "{broken", chat, row(1, temperature=-1), row(2))
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())  # a mark of the byte order, of Windows
     output = tmp_path / "out.jsonl"
     code, out, errors = Command(source, "-o", output, "--model", model_folder).end()
     assert code == 0, errors
@@ -79,6 +80,8 @@ def test_a_file_becomes_a_file_in_order(model_folder: Path, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     code, _, errors = Command(source, "-o", output, "--model", model_folder).end()
     assert code == 2 and "--overwrite" in errors and read(output) == rows
+    code, _, errors = Command(output, "-o", output, "--model", model_folder, "--overwrite").end()
+    assert code == 2 and "has the requests" in errors and read(output) == rows
 
 
 def test_an_interrupted_run_goes_on(model_folder: Path, tmp_path: Path) -> None:

@@ -464,6 +464,7 @@ def test_lines_may_ask_for_responses(start_server: StartServer, tmp_path: Path) 
     (answer,) = user.openai.files.content(batch.output_file_id).text.splitlines()
     body = json.loads(answer)["response"]["body"]
     assert body["object"] == "response" and body["output"][0]["content"][0]["text"]
+    assert batch.usage.model_dump() == body["usage"] and batch.usage.input_tokens > 0
 
 
 def test_lines_have_tools_and_reasoning(start_server: StartServer, tokenizer: Tokenizer, tmp_path: Path) -> None:

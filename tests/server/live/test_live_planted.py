@@ -65,7 +65,7 @@ def usual(server: tuple[str, int, int]) -> float:
 
 def _screen(view: View) -> str:
     console = Console(width=160, file=io.StringIO())
-    console.print(view.render())
+    console.print(view.render(console.width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
