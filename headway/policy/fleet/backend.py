@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.policy.admission.queue_bound import QueueLimits, Queues
+from headway.policy.fleet.first_tokens import FirstTokenTimes
 from headway.policy.objectives.service_class import BUILT_IN, ClassTable
 from headway.policy.step.request import Request
-from headway.policy.step.step_time import StepTimeModel, StepWork
+from headway.policy.step.step_time import StepWork
 
 # Tokens of a block whose hash is remembered, and the most blocks of one prompt that are looked at.
 BLOCK_TOKENS, MOST_BLOCKS = 64, 1024
-# Answers of a backend from all of which its times are learnt, and of later ones every so many: it takes some 40 us.
+# Answers of a backend from all of which its times are learnt, and of later ones every so many: it takes some 20 us.
 LEARNT_ALL, LEARNT_EVERY = 256, 8
 RECEIVED_GAIN = 0.1  # the share of the latest prompt that was handed over in what the next one is expected to take
 # Blocks that are remembered of what a backend was sent: four million tokens, in some 10 MB.
@@ -123,7 +124,7 @@ class Backend:
         weight: one of twice the weight is to have twice as much to do.
         labels: what its operator says of it, such as its accelerator.
         share: share of its weight that it is to have now, above 0 to 1.
-        ttft: learns the time to first token of its answers, as that of a step which computes all prompts that wait.
+        ttft: learns the time to first token of its answers.
         received_ns: the time to first token of late, where another server had computed the prompt, from when it had.
     """
 
@@ -133,7 +134,7 @@ class Backend:
     labels: Mapping[str, str] = field(default_factory=dict)
     share: float = 1.0
     prefixes: Prefixes = field(default_factory=Prefixes)
-    ttft: StepTimeModel = field(default_factory=StepTimeModel)
+    ttft: FirstTokenTimes = field(default_factory=FirstTokenTimes)
     received_ns: float = 0.0
     _answers: int = 0
 
@@ -176,7 +177,7 @@ class Backend:
 
     def predicted_ttft_ns(self, ask: Ask) -> float:
         """Nanoseconds until the first token of a request, if it were sent there; 0 while too few were measured."""
-        return self.ttft.most_ns(self.work_of(ask)) if self.ttft.is_trained else 0.0
+        return self.ttft.predict_ns(self.work_of(ask))
 
 
 def alone(name: str, weight: float = 1.0, labels: Mapping[str, str] | None = None) -> Backend:

@@ -37,4 +37,4 @@ class HandoverRule:
         apart_ns, beside_ns = prefill.predicted_ttft_ns(ask), decode.predicted_ttft_ns(ask)
         if self._when == "always" or not apart_ns or not beside_ns:
             return self._when == "always" or streams > 0
-        return apart_ns + decode.received_ns < beside_ns + streams * decode.ttft.prefill_ns(tokens, 0)
+        return apart_ns + decode.received_ns < beside_ns + streams * decode.ttft.prefill_ns(tokens)
