@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from rich.console import Console
@@ -207,7 +207,7 @@ def given_flags(*options: Any) -> list[tuple[str, Any]]:
     """The flags of `headway serve` that are not its defaults, in dataclasses of options, with their values."""
     found = []
     for values in options:
-        for each, _, flag in flags_of(type(values)):
+        for each, _, flag in flags_of(cast(type, type(values))):
             value = getattr(values, each.name)
             if flag is not None and value != each.default:
                 found.append((option(each, flag), value))
