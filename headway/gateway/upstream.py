@@ -31,8 +31,7 @@ class UpstreamFailed(Exception):
 
     def __init__(self, kind: str, message: str, is_unheard: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.is_unheard = is_unheard
+        self.kind, self.is_unheard = kind, is_unheard
 
 
 class Reader(Protocol):

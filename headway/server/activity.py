@@ -25,8 +25,7 @@ class Activity:
     """
 
     def __init__(self, engine: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine = engine
-        self._clock = clock
+        self._engine, self._clock = engine, clock
         self._prompt_tokens = self._generated = self._looked_up = self._found = 0
         self._since = clock()
         self.step_ns = 0

@@ -75,10 +75,7 @@ class Encoder:
     def __init__(
         self, tokenizer: Tokenizer, known: KnownTexts, work: TextWork, process_work: TextWork, process: TextProcess
     ) -> None:
-        self.known = known
-        self.work = work
-        self._process_work = process_work
-        self._process = process
+        self.known, self.work, self._process_work, self._process = known, work, process_work, process
         self._tokenizer = tokenizer
         self._jobs: deque[_Job] = deque()
         self._encoding: asyncio.Task[None] | None = None

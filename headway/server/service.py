@@ -87,10 +87,7 @@ class Service(Door):
             with contextlib.suppress(OSError):  # what is wrong with it the journal says
                 settings.data_dir.mkdir(parents=True, exist_ok=True)
         super().__init__(settings)
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.template = template
-        self.settings = settings
+        self.engine, self.tokenizer, self.template, self.settings = engine, tokenizer, template, settings
         source = "" if template is None else template.source
         self.family = family_of(source, settings.tool_call_parser, settings.reasoning_parser)
         # Its tags that are special tokens.

@@ -30,8 +30,7 @@ class StartupDisplay:
 
     def __init__(self, title: str, began_ns: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self._began_ns = began_ns
-        self._title = title
+        self._began_ns, self._title = began_ns, title
         self._server_ns: dict[str, int] = {}
         self._printed: set[str] = set()
         self._said = False

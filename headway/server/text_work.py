@@ -25,8 +25,7 @@ class TextWork:
     """
 
     def __init__(self, max_waiting: int, threads: int = THREADS, inline: int = INLINE_CHARS) -> None:
-        self._max_waiting = max_waiting
-        self._inline = inline
+        self._max_waiting, self._inline = max_waiting, inline
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._free = asyncio.Semaphore(threads)
         self.waiting = 0

@@ -53,7 +53,7 @@ def test_output_that_was_not_asked_for_gives_way_to_the_context() -> None:
     def fit(max_tokens: int | None, asked: bool) -> int | None:
         params = SamplingParams(max_tokens=max_tokens)
         field = "max_tokens" if asked else None
-        return fitted_params(params, 90, 100, CLASS, prompt_field="prompt", max_tokens_field=field).max_tokens
+        return fitted_params(params, [90], 100, CLASS, "prompt", field)[0].max_tokens
 
     assert fit(None, False) == 10
     assert fit(16, False) == 10
@@ -65,6 +65,6 @@ def test_output_that_was_not_asked_for_gives_way_to_the_context() -> None:
 
 def test_each_prompt_gets_its_own_limit() -> None:
     params = SamplingParams(max_tokens=None)
-    fitted = [fitted_params(params, n, 100, CLASS, prompt_field="prompt", max_tokens_field=None) for n in (1, 99)]
+    fitted = fitted_params(params, [1, 99], 100, CLASS, "prompt", None)
     assert [one.max_tokens for one in fitted] == [99, 1]
     assert params.max_tokens is None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from headway.policy.admission.lengths import fit_to_class, fit_to_context
+from headway.policy.objectives.service_class import ServiceClass
 from headway.policy.step.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
     InvalidParameter,
@@ -138,3 +140,27 @@ def check_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     raise bad_request(
         f"{field} has {shown} at position {position}; the vocabulary has the ids 0 to {vocab_size - 1}", field
     )
+
+
+def fitted_params(
+    params: SamplingParams,
+    lengths: Sequence[int],
+    max_model_len: int,
+    service: ServiceClass,
+    prompt_field: str,
+    max_tokens_field: str | None,
+) -> list[SamplingParams]:
+    """The parameters for prompts of these lengths, as fit_to_context() and then fit_to_class() make them.
+
+    Raises:
+        ApiError: 400 when a prompt, or prompt and output together, do not fit the context or the class.
+    """
+    try:
+        return [
+            fit_to_class(
+                fit_to_context(params, length, max_model_len, max_tokens_field), length, service, max_tokens_field
+            )
+            for length in lengths
+        ]
+    except InvalidParameter as error:
+        raise bad_request(str(error), prompt_field if error.parameter == "prompt" else error.parameter) from None

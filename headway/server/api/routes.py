@@ -15,10 +15,9 @@ from starlette.responses import HTMLResponse, Response
 from headway import __version__
 from headway.engine.messages import Explain
 from headway.outputs.choices import TokenizedPrompt
-from headway.policy.admission.lengths import fit_to_class, fit_to_context
 from headway.policy.admission.queue_bound import Place
 from headway.policy.objectives.service_class import ServiceClass
-from headway.policy.step.sampling_params import InvalidParameter, SamplingParams
+from headway.policy.step.sampling_params import SamplingParams
 from headway.policy.step.scheduler import DECISIONS_KEPT
 from headway.server.api import responses
 from headway.server.api.adapters import LoadAdapterBody, UnloadAdapterBody
@@ -30,7 +29,7 @@ from headway.server.api.completions import CompletionAnswer, InferAnswer
 from headway.server.api.handover import handover_of
 from headway.server.api.held import held_to
 from headway.server.api.messages_api import CountBody, MessagesBody
-from headway.server.api.parameters import check_ids, sampling_params
+from headway.server.api.parameters import check_ids, fitted_params, sampling_params
 from headway.server.api.parsed import ParsedChatAnswer, ParsedChoice, begins_in_reasoning, parsed_choice
 from headway.server.api.prompts import (
     as_list,
@@ -247,24 +246,13 @@ class Routes:
         prompts: list[TokenizedPrompt],
         service_class: ServiceClass,
     ) -> list[SamplingParams]:
-        """The parameters for each prompt, fitted to the context and the class.
-
-        Raises:
-            ApiError: 400 when a prompt, or prompt and output together, do not fit these.
-        """
-        ready, is_chat = self._service.check_ready(), isinstance(body, ChatBody)
+        """The parameters for each prompt, fitted to the context and the class."""
+        ready, prompt_field = self._service.check_ready(), "messages" if isinstance(body, ChatBody) else "prompt"
         is_reduced = isinstance(body, ChatBody) and body.reduces_max_tokens
         fields = () if is_reduced else ("max_completion_tokens", "max_tokens")
         field = next((name for name in fields if getattr(body, name, None) is not None), None)
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        try:
-            fitted = [
-                fit_to_class(fit_to_context(params, length, ready.max_model_len, field), length, service_class, field)
-                for length in lengths
-            ]
-        except InvalidParameter as error:
-            of_prompt = "messages" if is_chat else "prompt"
-            raise bad_request(str(error), of_prompt if error.parameter == "prompt" else error.parameter) from None
+        fitted = fitted_params(params, lengths, ready.max_model_len, service_class, prompt_field, field)
         if params.use_beam_search:
             records = self._service.engine.config.record_steps is not None
             for each, length in zip(fitted, lengths, strict=True):

@@ -44,8 +44,7 @@ class BadLine(ValueError):
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.custom_id = custom_id
+        self.code, self.custom_id = code, custom_id
 
 
 def parse(raw: bytes) -> RequestLine:

@@ -87,9 +87,7 @@ class BatchRoutes:
     """
 
     def __init__(self, batches: Batches | None, settings: ServerSettings, bodies: BodyReader) -> None:
-        self._given = batches
-        self._settings = settings
-        self._bodies = bodies
+        self._given, self._settings, self._bodies = batches, settings, bodies
 
     def add_to(self, app: FastAPI) -> None:
         app.add_exception_handler(DiskFull, _of_full_disk)

@@ -47,8 +47,7 @@ class Run:
     """
 
     def __init__(self, owner: str, batch: Batch) -> None:
-        self.owner = owner
-        self.batch = batch
+        self.owner, self.batch = owner, batch
         self.left = 0
         self.inside = 0
         self.cancelled = asyncio.Event()
@@ -87,10 +86,7 @@ class Batches:
         self.gate = gate
         self.runs: dict[str, Run] = {}
         self.results: Counter[str] = Counter()
-        self._store = store
-        self._post = post
-        self._models = models
-        self._is_mixed = is_mixed
+        self._store, self._post, self._models, self._is_mixed = store, post, models, is_mixed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -26,8 +26,7 @@ class Pace:
     """Hands out places in turns of the event loop, first come, first served."""
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
-        self._per_turn = per_turn
-        self._left = per_turn
+        self._per_turn = self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_ticking = False
 

@@ -65,8 +65,7 @@ class EdgeServer(uvicorn.Server):
         certificate: Certificate | None = None,
         has_lifespan: bool = True,
     ) -> None:
-        self._behind = behind
-        self._certificate = certificate
+        self._behind, self._certificate = behind, certificate
         self._is_watched = certificate is not None and settings.enable_ssl_refresh
         self._signals = 0
         probes = Probes(self._behind.check_ready, lambda: self.server_state.default_headers)

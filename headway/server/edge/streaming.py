@@ -98,12 +98,10 @@ class EventWriter:
         timeout_s: float,
         write_now: Callable[[bytes], bool] = lambda data: False,
     ) -> None:
-        self._send = send
-        self._write_now = write_now
+        self._send, self._write_now = send, write_now
         self._head: Message | None = {"type": "http.response.start", "status": 200, "headers": headers}
         self.has_begun = False
-        self._max_buffer = max_buffer
-        self._timeout_s = timeout_s
+        self._max_buffer, self._timeout_s = max_buffer, timeout_s
         self._pending: list[bytes] = []
         self.waiting_bytes, self.is_drained = 0, True
         self._when_sent: list[Callable[[int], None]] = []
@@ -224,9 +222,7 @@ class EventStream(Response):
     def __init__(self, events: Events, settings: EdgeSettings, done: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._settings = settings
-        self._done = done
+        self._events, self._settings, self._done = events, settings, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

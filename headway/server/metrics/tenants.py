@@ -29,8 +29,7 @@ class TenantMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, families: Families, quotas: Budgets) -> None:
-        self._families = families
-        self._quotas = quotas
+        self._families, self._quotas = families, quotas
         self.passed_over: Counter[str] = Counter()
         self.set_tenants(NO_TENANTS)
         registry.register(self)
