@@ -63,7 +63,7 @@ class StepCounts:
             prefix_cache_hits=prefix.hits - self._hits,
             preemptions=sequences.num_preemptions - self._preemptions,
             received=received,
-            stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items()},
+            stall_ns={str(phase): ns for phase, ns in scheduler.accounting.take_stalls().items() if ns},
             windows=scheduler.policy.num_windows - self._windows,
             running_of_class=dict(sequences.running.of_class),
             waiting_of_class=dict(sequences.waiting.of_class),

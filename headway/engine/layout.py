@@ -99,7 +99,7 @@ class _Listed:
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # the tokens whose logits are wanted
-    starts: list[int] = field(default_factory=lambda: [0])  # where the tokens of each sequence begin; and their end
+    starts: list[int] = field(default_factory=[0].copy)  # where the tokens of each sequence begin; and their end
     contexts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)

@@ -33,23 +33,19 @@ class Call:
         self.ended = threading.Event()
         self.error: BaseException | None = None
         self._advance = advance
-        self._to_end = {name: collector.request.params.n for name, collector in self.collectors.items()}
+        self.to_end = {name: collector.request.params.n for name, collector in self.collectors.items()}
 
     def take(self, output: SequenceOutput) -> bool:
         """Add new tokens; True when a stop string ended the choice and the engine should stop it."""
         name = output.request_id
         stopped = self.collectors[name].take(output)
         if output.finish_reason is not None:
-            self._to_end[name] -= 1
-            if not self._to_end[name]:
-                del self._to_end[name]
+            self.to_end[name] -= 1
+            if not self.to_end[name]:
+                del self.to_end[name]
                 if self._advance is not None:
                     self._advance()
         return stopped
-
-    @property
-    def complete(self) -> bool:
-        return not self._to_end
 
 
 class Batch:
@@ -69,7 +65,7 @@ class Batch:
 
     def run(self, call: Call) -> None:
         """Wait until the call is complete, and raise what went wrong. Interrupting the wait aborts its requests."""
-        if call.complete:
+        if not call.to_end:
             return
         try:
             self._join(call)
@@ -147,13 +143,13 @@ class Batch:
         except Exception as error:
             self._end(call, error)
         else:
-            if call.complete:
+            if not call.to_end:
                 self._end(call)
 
     def _end(self, call: Call, error: BaseException | None = None) -> None:
         for name in call.collectors:
             self._calls.pop(name, None)
-            if not call.complete:
+            if call.to_end:
                 self._core.abort(name)
         call.error = error
         call.ended.set()

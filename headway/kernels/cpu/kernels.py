@@ -221,8 +221,8 @@ class CpuKernels(FurtherKernels):
             address, heads, kv_heads, stride, step.block_tables.stride(0), sliding_window or 0,
             *layout, value_width, at_query, step.block_tables.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), *_scale_addresses(cache), out.data_ptr(),
-            *partials, 0 if sinks is None else sinks.data_ptr(), *_sink_queries(first),
-            *(_tiles_of(width) if on_tiles else (0, 0)),
+            *partials, 0 if sinks is None else sinks.data_ptr(),
+            *((0, 0, 0) if first is None else _sink_queries(first)), *(_tiles_of(width) if on_tiles else (0, 0)),
             scale * (float(FLOAT8_UNIT) if dtypes[1] == torch.float8_e4m3fn else 1.0), softcap or 0.0,
         )  # fmt: skip
         self._team.run(code, cpu_attention.ATTEND, arguments)
@@ -281,9 +281,7 @@ def _scale_addresses(cache: LayerCache) -> tuple[int, int]:
     return cache.key_scales.data_ptr(), cache.value_scales.data_ptr()
 
 
-def _sink_queries(first: SinkQueries | None) -> tuple[int, int, int]:
+def _sink_queries(first: SinkQueries) -> tuple[int, int, int]:
     """(address, elements between tokens, how many keys they are for)."""
-    if first is None:
-        return 0, 0, 0
     check_heads("query of sinks", first.rows)
     return first.rows.data_ptr(), first.rows.stride(0), first.num_keys

@@ -8,6 +8,7 @@ remainder, so that the parts sum to the step exactly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -46,14 +47,14 @@ class Accounting:
     def __init__(self, step_time: StepTimeModel) -> None:
         self.step_time = step_time
         self.queue_reason = Phase.QUEUE_CAPACITY
-        self.stall_ns: dict[Phase, int] = {}
+        self.stall_ns = Counter[Phase]()
         self._queue = Ledger()
         self._decode = Ledger()
         self._on_decode_clock = 0
         self._steps = 0
 
-    def take_stalls(self) -> dict[Phase, int]:
-        taken, self.stall_ns = self.stall_ns, {}
+    def take_stalls(self) -> Counter[Phase]:
+        taken, self.stall_ns = self.stall_ns, Counter()
         return taken
 
     # --- joining and leaving the clocks -------------------------------------------------------------
@@ -124,11 +125,7 @@ class Accounting:
         length = until - sequence.ledger.last_ns
         if length > 0:
             sequence.ledger.mark(phase, until)
-            self._count_stall(phase, length)
-
-    def _count_stall(self, cause: Phase, length_ns: int) -> None:
-        if length_ns:
-            self.stall_ns[cause] = self.stall_ns.get(cause, 0) + length_ns
+            self.stall_ns[phase] += length
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -141,8 +138,7 @@ class Accounting:
         """A step failed and was run again in parts in this time, which is lost for everybody in the batch."""
         self._decode.mark(Phase.SCHEDULE, began)
         self._decode.mark(Phase.STEP_RETRY, ended)
-        lost = (ended - began) * self._on_decode_clock
-        self.stall_ns[Phase.STEP_RETRY] = self.stall_ns.get(Phase.STEP_RETRY, 0) + lost
+        self.stall_ns[Phase.STEP_RETRY] += (ended - began) * self._on_decode_clock
         for sequence in running:
             if sequence.clock_marks is None:
                 sequence.ledger.mark(Phase.SCHEDULE, began)
@@ -233,8 +229,8 @@ class Accounting:
         if work.logit_rows:
             without_logits = self.step_time.share_without(work, replace(work, logit_rows=0))
             prompts = max(compute, int(forward * without_logits))
-        self._count_stall(Phase.DECODE_STALL_PREFILL, (prompts - compute) * self._on_decode_clock)
-        self._count_stall(Phase.DECODE_STALL_LOGPROBS, (forward - prompts) * self._on_decode_clock)
+        self.stall_ns[Phase.DECODE_STALL_PREFILL] += (prompts - compute) * self._on_decode_clock
+        self.stall_ns[Phase.DECODE_STALL_LOGPROBS] += (forward - prompts) * self._on_decode_clock
         self._mark_decodes(work, compute, forward, times.launched_ns)
         self._decode.mark(Phase.DECODE_STALL_PREFILL, times.launched_ns + prompts)
         self._decode.mark(Phase.DECODE_STALL_LOGPROBS, times.computed_ns)

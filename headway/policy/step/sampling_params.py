@@ -157,7 +157,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, dict | None):
             raise InvalidParameter("logit_bias", f"logit_bias is {_shown(self.logit_bias)}; it must be a dict")
         self.logit_bias = dict(self.logit_bias or {})
-        if _is_integer(self.top_k) and self.top_k == -1:
+        if isinstance(self.top_k, Integral) and self.top_k == -1:
             self.top_k = 0
         for name, (kind, low, high) in _NUMBERS.items():
             value = getattr(self, name)
