@@ -182,15 +182,13 @@ def covering_rows(rows: list[Sequence[str]], size: int) -> set[int]:
     least often.
     """
     of_rows = [set(itertools.combinations(enumerate(row), min(size, len(row)))) for row in rows]
-    missing, taken, found = set().union(*of_rows), Counter[tuple[int, str]](), set[int]()
+    missing, taken, found, left = set().union(*of_rows), Counter[tuple[int, str]](), set[int](), [*range(len(rows))]
     while missing:
-        best = max(
-            range(len(rows)),
-            key=lambda number: (len(of_rows[number] & missing), -sum(taken[each] for each in enumerate(rows[number]))),
-        )
+        best = max(left, key=lambda n: (len(of_rows[n] & missing), -sum(taken[each] for each in enumerate(rows[n]))))
         found.add(best)
         missing -= of_rows[best]
         taken.update(enumerate(rows[best]))
+        left = [number for number in left if not missing.isdisjoint(of_rows[number])]
     return found
 
 

@@ -1,13 +1,15 @@
 """Every command and program of README.md and docs/*.md does what stands beside it.
 
-Loads are cut to a handful of requests and two seconds, so that the whole takes a minute; `test_readme_as_it_stands`,
-which is slow, cuts nothing. A block that needs what a test does not have says so in a comment before it, as in
+Loads are cut to a handful of requests and two seconds, and `headway serve` only takes its flags and files, so that the
+whole takes half a minute; `test_readme_as_it_stands` and `test_servers_start_as_documented`, which are slow, cut
+nothing. A block that needs what a test does not have says so in a comment before it, as in
 `<!-- not run: network -->`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -101,8 +104,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(command: str, server: Served | None, shorten: bool = True) -> str:
-    """What the command prints. It must end with exit code 0."""
+def run(command: str, server: Served | None, shorten: bool = True, starts: bool = False) -> str:
+    """What the command prints. It must end with exit code 0.
+
+    Args:
+        starts: whether `headway serve` starts a server; or only takes its flags and files, in a hundredth of the time.
+    """
     if server is not None:
         command = command.replace(ADDRESS, server.url)
     words = shlex.split(command)
@@ -111,10 +118,11 @@ def run(command: str, server: Served | None, shorten: bool = True) -> str:
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
     assert words[0] == "headway", f"{command}: a document has no other commands"
-    if words[1:] == ["serve", "headway/story"]:
-        return ""  # the server of all these tests is one
-    if words[1] == "serve":
+    if words[1] == "serve" and starts:
         return _serve(words[2:])
+    if words[1] == "serve":
+        with mock.patch.object(importlib.import_module("headway.cli.serve"), "_run"):
+            return _main(words)
     if words[1] == "chat" and server is not None:
         words.append(server.url)
     is_load = words[1] in ("bench", "simulate") and words[2:3] not in (["profile"], ["quality"])
@@ -180,10 +188,10 @@ def results_of_runs(server: Served, folder: Path) -> None:
 def check(block: Block, server: Served, folder: Path, shorten: bool = True) -> None:
     if "--compare" in block.text:
         results_of_runs(server, folder)
-    printed = ""
+    printed, all_shown = "", [*shown_by(block)]
     for command in block.commands:
-        printed = run(command, server, shorten)
-    for shown in shown_by(block):
+        printed = run(command, server, shorten, starts=bool(all_shown))
+    for shown in all_shown:
         keep = bool(re.match(r"headway plan\b", block.commands[-1]))
         assert missing_lines(shown, printed, keep) == [], f"{block.name}: not printed as shown\n{printed}"
 
@@ -191,6 +199,13 @@ def check(block: Block, server: Served, folder: Path, shorten: bool = True) -> N
 @pytest.mark.parametrize("block", sh_blocks(slow=False), ids=lambda b: b.name)
 def test_commands_run_as_documented(block: Block, served: Served, workplace: Path) -> None:
     check(block, served, workplace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [b for b in sh_blocks(slow=False) if "headway serve" in b.text], ids=lambda b: b.name)
+def test_servers_start_as_documented(block: Block, workplace: Path) -> None:
+    for command in block.commands:
+        run(command, None, starts=True)
 
 
 @pytest.mark.slow

@@ -60,7 +60,8 @@ def with_client(
         found: the distribution of each metric.
         tokens: the tokens of an answer, on average.
     """
-    delays = {claim.p: Delay.of(client, claim.p) for each in found.values() for claim in each.percentiles}
+    asked = {claim.p for each in found.values() for claim in each.percentiles}
+    delays = {p: Delay.of(client, p) for p in asked}
     return {
         metric: replace(
             each,

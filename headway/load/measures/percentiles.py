@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,31 +37,43 @@ def distribution(
         return Distribution(0, 0.0, math.nan, math.nan, math.nan, math.nan, nothing)
     ordered = np.sort(values)
     points = np.percentile(ordered, [50.0, *percentiles])
+    effective = functools.cache(lambda edge: effective_count(values > edge, groups))  # high percentiles share an edge
+    least = 0
+    if groups is not None:  # values of few requests say little of others, however many they are
+        least = math.ceil(samples_needed(50.0, confidence) * len(values) / len(np.unique(groups)))
     return Distribution(
         count=len(values),
-        effective_count=effective_count(values > points[0], groups),
+        effective_count=effective(float(points[0])),
         mean=float(np.mean(values)),
         std=float(np.std(values)),
         minimum=float(ordered[0]),
         maximum=float(ordered[-1]),
         percentiles=tuple(
-            _percentile(p, float(point), values, ordered, groups, confidence)
+            _percentile(p, float(point), ordered, effective, least, confidence)
             for p, point in zip(percentiles, points[1:], strict=True)
         ),
     )
 
 
 def _percentile(
-    p: float, point: float, values: np.ndarray, ordered: np.ndarray, groups: np.ndarray | None, confidence: float
+    p: float,
+    point: float,
+    ordered: np.ndarray,
+    effective: Callable[[float], float],
+    least: int,
+    confidence: float,
 ) -> Percentile:
-    n = len(values)
-    effective = effective_count(values > _edge_of_tail(p, point, ordered), groups)
-    independent = max(1, math.floor(effective + 1e-9))
+    """One percentile.
+
+    Args:
+        effective: how many independent values tell as much of the share beyond a value as all do.
+        least: refuse the claim of fewer values.
+    """
+    n, count = len(ordered), effective(_edge_of_tail(p, point, ordered))
+    independent = max(1, math.floor(count + 1e-9))
     low, high = binomial_ranks(independent, p / 100.0, confidence)
-    needs = samples_needed(p, confidence, tau=n / effective) if low is None or high is None else None
-    wanted = samples_needed(p, confidence)
-    if groups is not None:  # values of few requests say little of others, however many they are
-        wanted = max(wanted, math.ceil(samples_needed(50.0, confidence) * n / len(np.unique(groups))))
+    needs = samples_needed(p, confidence, tau=n / count) if low is None or high is None else None
+    wanted = max(samples_needed(p, confidence), least)
     if n < wanted:
         return _refused(p, max(needs or 0, wanted))
     # The r-th of m values stands at the share r / (m + 1); that share of the n values there are, rounded outwards.

@@ -111,6 +111,7 @@ def check_report(folder: Path) -> None:
     assert saved["settings"]["repeats"] == 3
 
 
+@pytest.mark.slow
 async def test_stopped_in_the_middle_it_keeps_what_was_measured(options, servers, monkeypatch, capsys):
     stop, done = asyncio.Event(), []
 
