@@ -34,9 +34,9 @@ def notes(evidence: Evidence) -> Iterator[str]:
         yield "The server tells no ledger: windows and gaps of the host cannot be seen from outside."
     if evidence.machine is None:
         yield "The server's processes were not looked at: threads, steal, swap, pages and frequency are not known."
-    failed = sum(record.failed for stage in evidence.stages for record in stage.records)
+    failed = [record for stage in evidence.stages for record in stage.records if record.failed]
     if failed:
-        yield f"{failed} requests of the probe were not answered."
+        yield f"{len(failed)} requests of the probe were not answered ({failed[0].reason})."
     if evidence.skipped:
         yield f"The time did not suffice for: {', '.join(evidence.skipped)}; give --seconds more."
 

@@ -123,6 +123,8 @@ class _Probe:
         await self._send("warm-up", [self._long, *[self._short] * 4], 8, 4)
         found = replace(found, limits=await self._limits_told())
         alone = await self._send("single requests", [self._short] * ALONE, ANSWER, 1)
+        if alone.records and not alone.answered:
+            raise BenchError(f"none of the probe's requests was answered: {alone.records[0].reason}")
         answer, streamed = self._answers(alone)
         found = replace(found, alone=alone)
         requests = [self._request(number, self._long, 4) for number in range(REPEATED)]

@@ -21,7 +21,7 @@ def why_unserved(sequence: Sequence, max_queue_time: float) -> str:
     if sequence.finish_reason is FinishReason.LATE:
         due_ms = (sequence.due_ns - sequence.arrival_ns) / 1e6
         return (
-            f"the first token would be later than the objective of {due_ms:g} ms, because "
+            f"the first token would be later than the {due_ms:.0f} ms that the engine has of its objective, because "
             f"{_YIELDED[sequence.yielded]}; class {service.name!r} refuses late requests"
         )
     if max_queue_time <= service.queue_timeout_s:

@@ -129,6 +129,11 @@ class RequestRecord:
         return self.failure.kind if self.failure is not None else FailureKind.NO_TOKENS
 
     @property
+    def reason(self) -> str:
+        """Why there was no answer, in one line."""
+        return self.failure.message if self.failure is not None else "its answer had no tokens"
+
+    @property
     def first_token_ns(self) -> int:
         return self.chunk_ns[0] if self.chunk_ns else 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headway.policy.step.sampling_params import SamplingParams
+from headway.server.api.schemas import UNSUPPORTED, CompletionBody
 from headway.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import LiveServer
@@ -263,8 +264,8 @@ def test_bad_tokens_to_detokenize(server: LiveServer) -> None:
 
 
 def test_null_is_the_same_as_absent(server: LiveServer, engine: FakeEngine) -> None:
-    nothing = dict.fromkeys(["model", "temperature", "n", "stop", "logprobs", "suffix", "stream", "logit_bias", "seed"])
-    assert server.post("/v1/completions", prompt="x", **nothing).status_code == 200
+    nothing = dict.fromkeys((*CompletionBody.model_fields, *UNSUPPORTED, "a_field_of_others"))
+    assert server.post("/v1/completions", **(nothing | {"prompt": "x"})).status_code == 200
     assert engine.requests[0].params == SamplingParams()
 
 

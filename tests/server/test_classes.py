@@ -14,7 +14,9 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
+from headway.cli.doctor import app as doctor
 from headway.config_files.classes import read_class_file
 from headway.config_files.tenants import Access, read_tenant_file
 from headway.policy.objectives.service_class import BUILT_IN
@@ -388,3 +390,9 @@ def test_completions_name_their_tier_in_every_chunk(server: LiveServer) -> None:
     lines = ask(server, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}
+
+
+def test_the_doctor_says_why_none_of_its_requests_was_answered(server: LiveServer) -> None:
+    ran = CliRunner().invoke(doctor, [server.url, "--api-key", DAY, "--no-local"])
+    assert ran.exit_code == 2 and "none of the probe's requests was answered" in ran.output, ran.output
+    assert "service class 'night'" in " ".join(ran.output.split())

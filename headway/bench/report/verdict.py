@@ -143,8 +143,7 @@ def failures_by_kind(result: RunResult) -> list[tuple[str, int, str]]:
     by_kind: dict[str, Counter[str]] = {}
     for record in result.records:
         if record.failed:
-            message = record.failure.message if record.failure is not None else "the answer had no token"
-            by_kind.setdefault(str(record.failure_kind), Counter())[message] += 1
+            by_kind.setdefault(str(record.failure_kind), Counter())[record.reason] += 1
     rows = [(kind, messages.total(), messages.most_common(1)[0][0]) for kind, messages in by_kind.items()]
     return sorted(rows, key=lambda row: -row[1])
 

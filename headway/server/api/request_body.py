@@ -178,6 +178,7 @@ def check_body(model: type[B], content: dict[str, Any]) -> B:
     Raises:
         ApiError: 400 naming the first field at fault.
     """
+    content = {name: value for name, value in content.items() if value is not None}  # null is as if left out
     if not content.keys() <= model.model_fields.keys():
         content = _without_unsupported(model, content)
     for name in _COUNTS.keys() & content.keys():
@@ -197,7 +198,7 @@ def _without_unsupported(model: type[Body], content: dict[str, Any]) -> dict[str
     for name in content:
         if name in UNSUPPORTED and name not in model.model_fields:
             field, value = UNSUPPORTED[name], content[name]
-            if value is not None and not field.no_op(value):
+            if not field.no_op(value):
                 raise bad_request(f"{name} is {_shown(value)}, which is not supported: {field.reason}", name)
     unknown = next((name for name in content if name not in model.model_fields and name not in UNSUPPORTED), None)
     if unknown is not None:
