@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from headway.cli.doctor import app as doctor
+from headway.cli import command_of
 from headway.config_files.classes import read_class_file
 from headway.config_files.tenants import Access, read_tenant_file
 from headway.policy.objectives.service_class import BUILT_IN
@@ -393,6 +393,6 @@ def test_completions_name_their_tier_in_every_chunk(server: LiveServer) -> None:
 
 
 def test_the_doctor_says_why_none_of_its_requests_was_answered(server: LiveServer) -> None:
-    ran = CliRunner().invoke(doctor, [server.url, "--api-key", DAY, "--no-local"])
+    ran = CliRunner().invoke(command_of("doctor"), [server.url, "--api-key", DAY, "--no-local"])
     assert ran.exit_code == 2 and "none of the probe's requests was answered" in ran.output, ran.output
     assert "service class 'night'" in " ".join(ran.output.split())
