@@ -72,7 +72,9 @@ def calibrate(
         timings = _rounds(hardware, peaks, amount, threads, on_progress)
     samples = tuple(each.sample() for each in timings)
     on_progress("putting it together", 1.0)
-    efficiency = fit(hardware, samples, peaks.kernel_call_s, tiny_shape)
+    # The pieces of a CPU are repeated, with nothing between their kernels.
+    gap_s = peaks.kernel_call_s if kind == "cuda" else 0.0
+    efficiency = fit(hardware, samples, gap_s, tiny_shape)
     seconds, now = time.perf_counter() - began, machine.others_cpu_seconds()
     if others is not None and now is not None:
         peaks = replace(peaks, others_cores=max(0.0, now - others) / seconds)
@@ -91,8 +93,8 @@ def calibrate(
         seconds=seconds,
         peaks=peaks,
         samples=samples,
-        fit_error=errors(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
-        residuals=residuals(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
+        fit_error=errors(hardware, efficiency, samples, gap_s, tiny_shape),
+        residuals=residuals(hardware, efficiency, samples, gap_s, tiny_shape),
         busy=_busy(peaks, samples),
     )
 
