@@ -26,7 +26,7 @@ from headway.calibration.describe import hardware_of
 from headway.calibration.efforts import EFFORTS, Effort
 from headway.calibration.fit import errors, fit, residuals
 from headway.calibration.host import HostBench, tiny_shape
-from headway.calibration.measure import DTYPES, device_kind, measure
+from headway.calibration.measure import DTYPES, MIB, device_kind, measure
 from headway.calibration.peaks import BUSY_CORES, MachinePeaks
 from headway.calibration.samples import Kind, Sample, Timings
 from headway.calibration.stopwatch import stopwatch_of
@@ -37,6 +37,9 @@ from headway.cost.hardware import Hardware
 Listener = Callable[[str, float], None]
 
 LEAST_S = 5e-3  # a run is so long that the engine's threads, asleep before it, are awake for most of it, as in a step
+# Bytes that are read before a tiny model's step: as many as weights of a small model, whose host counts most. Near
+# caches hold fewer.
+READ_BETWEEN = 32 * MIB
 QUANTISED_STRIDE = 2  # every second number of tokens is measured with quantised weights, to save time
 MOST_SCATTER = 0.25  # half of the rounds of half of the pieces so far above the best: the machine is busy
 
@@ -72,7 +75,9 @@ def calibrate(
         timings = _rounds(hardware, peaks, amount, threads, on_progress)
     samples = tuple(each.sample() for each in timings)
     on_progress("putting it together", 1.0)
-    efficiency = fit(hardware, samples, peaks.kernel_call_s, tiny_shape)
+    # The pieces of a CPU are repeated, with nothing between their kernels.
+    gap_s = peaks.kernel_call_s if kind == "cuda" else 0.0
+    efficiency = fit(hardware, samples, gap_s, tiny_shape)
     seconds, now = time.perf_counter() - began, machine.others_cpu_seconds()
     if others is not None and now is not None:
         peaks = replace(peaks, others_cores=max(0.0, now - others) / seconds)
@@ -91,8 +96,8 @@ def calibrate(
         seconds=seconds,
         peaks=peaks,
         samples=samples,
-        fit_error=errors(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
-        residuals=residuals(hardware, efficiency, samples, peaks.kernel_call_s, tiny_shape),
+        fit_error=errors(hardware, efficiency, samples, gap_s, tiny_shape),
+        residuals=residuals(hardware, efficiency, samples, gap_s, tiny_shape),
         busy=_busy(peaks, samples),
     )
 
@@ -115,7 +120,8 @@ def _rounds(
     """A run of every piece in every round, after one that does not count."""
     on_progress("making pieces ready", effort.peaks_share)
     cases = list(_cases(hardware, peaks, effort))
-    benches = [HostBench(layers, peaks.device, threads, effort.steps) for layers in effort.depths]
+    between = [stream_case(Pool(READ_BETWEEN, "cpu"), torch.bfloat16).call] if peaks.device == "cpu" else []
+    benches = [HostBench(layers, peaks.device, threads, effort.steps, *between) for layers in effort.depths]
     stopwatch = stopwatch_of(peaks.device)
     timings = [Timings(case.piece) for case in cases]
     calls = [1] * len(cases)

@@ -1,7 +1,9 @@
 """The pieces of a step, made ready to run with the engine's own kernels.
 
 Weights and caches are cut out of one large pool, piece after piece through all of it, so that nothing is in a cache
-when it is read, as in a real step. What an operation hands to the next one is small and still in a cache, as there.
+when it is read, as in a real step. What an operation hands to the next one is small and still in a cache, as there. On
+a CPU, pieces are repeated as served decodes are: without the Python around their jobs, between which threads would
+wait. On a GPU, the stopwatch captures them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from headway.cost.precision import Precision
 from headway.cost.shape import ModelShape
 from headway.cost.work import Operation, Work, attention_work, row_work, token_work, total
 from headway.kernels import kernels_for
-from headway.kernels.interface import Kernels, LayerCache, StepGeometry
+from headway.kernels.interface import AttentionShape, Kernels, LayerCache, StepGeometry
 from headway.kernels.weights import Weight
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -82,6 +84,19 @@ class Pool:
             self._kernels[dtype] = kernels_for(self.device, dtype)
         return self._kernels[dtype]
 
+    def repeated(
+        self,
+        run: Callable[[], Tensor],
+        dtype: torch.dtype,
+        attentions: Sequence[AttentionShape] = (),
+        step: StepGeometry | None = None,
+    ) -> Callable[[], object]:
+        """`run` as steps repeat it; see Kernels.repeat(). The step may be left out where nothing attends."""
+        if self.device != "cpu":
+            return run
+        kernels, key, place = self.kernels(dtype), object(), step or geometry(AttentionLoad(1, 1, 1), self.device)
+        return lambda: kernels.repeat(key, place, attentions, run)
+
     def bytes_of(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
         return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
@@ -94,7 +109,7 @@ def stream_case(pool: Pool, dtype: torch.dtype) -> Case:
     token = filled((1, STREAM_ROW), dtype, pool.device)
     shape = ModelShape(1, STREAM_ROW, 1, 1, 1, 1, rows)
     work = row_work(shape, 1, Precision.of(_name(dtype)))[Operation.HEAD]
-    return Case(Piece(Kind.STREAM, FORMATS[dtype], "stream", 1, work), lambda: linear(token), 1)
+    return Case(Piece(Kind.STREAM, FORMATS[dtype], "stream", 1, work), pool.repeated(lambda: linear(token), dtype), 1)
 
 
 def linear_cases(
@@ -130,16 +145,17 @@ def linear_cases(
         fitting = min(len(layers), int(most_flops / piece.work.flops))
         if fitting:
             inputs = [filled((count, width), dtype, pool.device) for _, width in sizes]
-            yield _linear_case(piece, layers[:fitting], inputs)
+            yield Case(piece, pool.repeated(_through(layers[:fitting], inputs), dtype), fitting)
 
 
-def _linear_case(piece: Piece, layers: list[list[Callable[[Tensor], Tensor]]], inputs: list[Tensor]) -> Case:
-    def call() -> None:
+def _through(layers: list[list[Callable[[Tensor], Tensor]]], inputs: list[Tensor]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
         for layer in layers:
             for linear, x in zip(layer, inputs, strict=True):
-                linear(x)
+                out = linear(x)
+        return out
 
-    return Case(piece, call, len(layers))
+    return call
 
 
 def _matrices(shape: ModelShape) -> list[tuple[int, int]]:
@@ -175,11 +191,13 @@ def attention_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, load: Atte
     label = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {load.sequences} x {load.context}"
     piece = Piece(kind, FORMATS[dtype], label, rows, work, work.flops // (4 * shape.head_dim))
 
-    def call() -> None:
+    def call() -> Tensor:
         for cache in caches:
-            kernels.attention(query, cache, step, shape.head_dim**-0.5, None)
+            out = kernels.attention(query, cache, step, shape.head_dim**-0.5, None)
+        return out
 
-    return Case(piece, call, len(caches))
+    attentions = [AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, None)]
+    return Case(piece, pool.repeated(call, dtype, attentions, step), len(caches))
 
 
 def geometry(load: AttentionLoad, device: str) -> StepGeometry:
@@ -215,13 +233,13 @@ def element_case(pool: Pool, shape: ModelShape, dtype: torch.dtype, tokens: int)
     norms = Work(activation_bytes=two[Operation.NORMS].activation_bytes - one[Operation.NORMS].activation_bytes)
     work = total([norms, one[Operation.ROTARY]])
 
-    def call() -> None:
+    def call() -> Tensor:
         kernels.rotate(query, key, cos, sin, positions)
         kernels.add_rms_norm(hidden, residual, weight, 1e-6)
-        kernels.add_rms_norm(hidden, residual, weight, 1e-6)
+        return kernels.add_rms_norm(hidden, residual, weight, 1e-6)[0]
 
     piece = Piece(Kind.ELEMENTS, FORMATS[dtype], f"width {shape.hidden}", tokens, work, 0, 3)
-    return Case(piece, call, 1)
+    return Case(piece, pool.repeated(call, dtype), 1)
 
 
 def _name(dtype: torch.dtype) -> str:

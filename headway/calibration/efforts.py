@@ -48,7 +48,7 @@ class Effort:
 
 _TOKENS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 _HEADS = (_layer(1024, 16, 2, 64, 1), _layer(4096, 32, 8, 128, 1), _layer(768, 12, 12, 64, 1))
-_DECODES = ((64, 32), (256, 8), (256, 32), (1024, 1), (1024, 8), (4096, 1), (4096, 4))
+_DECODES = ((64, 32), (256, 1), (256, 8), (256, 32), (1024, 1), (1024, 8), (4096, 1), (4096, 4))
 _PROMPTS = ((64, 64), (64, 1024), (128, 512), (256, 256), (512, 512), (512, 2048))
 _LOADS = tuple(AttentionLoad(1, context, n) for context, n in _DECODES) + tuple(
     AttentionLoad(tokens, context, 1) for tokens, context in _PROMPTS
@@ -69,6 +69,8 @@ EFFORTS = {
         layers=(_NARROW,),
         heads=_HEADS[:2],
         loads=(
+            AttentionLoad(1, 64, 32),
+            AttentionLoad(1, 256, 1),
             AttentionLoad(1, 256, 8),
             AttentionLoad(1, 1024, 1),
             AttentionLoad(64, 64, 1),

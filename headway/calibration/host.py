@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -47,11 +47,21 @@ class HostBench:
     Args:
         layers: the number of layers of the model; each adds ten kernels to a step and little else.
         steps: the number of steps that are timed at a time.
+        between: called before each of these. On a CPU, the weights of a model that is no tiny one drive what the host
+            needs out of the near caches, and its work takes twice as long.
     """
 
-    def __init__(self, layers: int, device: str, threads: int | None, steps: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        device: str,
+        threads: int | None,
+        steps: int,
+        between: Callable[[], object] = lambda: None,
+    ) -> None:
         self._layers = layers
         self._steps = steps
+        self._between = between
         self._ids = count()
         with tempfile.TemporaryDirectory(prefix="headway-") as folder:
             config = {**CONFIG, "num_hidden_layers": layers}
@@ -77,7 +87,13 @@ class HostBench:
         with _decoding(core, sequences, UNTIMED + self._steps + 2, self._ids):
             for _ in range(UNTIMED):
                 core.step()
-            return [_timed(core) for _ in range(self._steps)]
+            return [self._timed() for _ in range(self._steps)]
+
+    def _timed(self) -> float:
+        self._between()
+        began = time.perf_counter()
+        self._core.step()
+        return time.perf_counter() - began
 
 
 def _settings(folder: str, device: str, threads: int | None) -> EngineConfig:
@@ -108,9 +124,3 @@ def _decoding(core: EngineCore, sequences: int, tokens: int, ids: Iterator[int])
     finally:
         for name in names:
             core.abort(name)
-
-
-def _timed(core: EngineCore) -> float:
-    began = time.perf_counter()
-    core.step()
-    return time.perf_counter() - began

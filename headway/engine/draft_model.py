@@ -50,6 +50,7 @@ class DraftModel:
 
     Attributes:
         kind: what its drafts are called in metrics.
+        computing_ns: what it has taken to compute until now, beside looking at sequences.
     """
 
     kind = "draft_model"
@@ -73,6 +74,7 @@ class DraftModel:
         self._states: dict[int, SequenceState] = {}  # of those that have blocks
         self._foreign = set[int]()  # sequences with tokens that the model does not know
         self._has_chains = self._makes_chains and runner.device.type == "cpu"
+        self.computing_ns = 0
 
     # --- drafts -------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class DraftModel:
                     tokens += len(part)
         if tokens:
             self.run(plan)
-            drafting.caught_up(tokens, self._clock() - began)
+            drafting.caught_up(tokens, self._took(began))
 
     def _chained(
         self, copies: list[Sequence], drafting: Drafting, wanted: Collection[int]
@@ -175,7 +177,7 @@ class DraftModel:
         drafts = {copy.seq_id: each for copy, each in zip(copies, made, strict=bool(made))}
         if drafts:
             given = {seq_id: [confidence for _, confidence in each] for seq_id, each in drafts.items()}
-            drafting.chained(given, self._clock() - began)
+            drafting.chained(given, self._took(began))
         return drafts
 
     def _chain(
@@ -222,11 +224,17 @@ class DraftModel:
         if not plan.scheduled:
             return {}
         best, chosen = self.run(plan)
-        drafting.passed(sum([len(item.token_ids) for item in plan.scheduled]), self._clock() - began)
+        drafting.passed(sum([len(item.token_ids) for item in plan.scheduled]), self._took(began))
         return {
             item.seq_id: [(token, confidence)]
             for item, token, confidence in zip(plan.scheduled, chosen, best, strict=True)
         }
+
+    def _took(self, began: int) -> int:
+        """The time since then, in which the model has computed."""
+        took_ns = self._clock() - began
+        self.computing_ns += took_ns
+        return took_ns
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> tuple[list[float], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -18,7 +19,8 @@ from headway.policy.step.speculation import Proposal, Speculation
 from headway.policy.step.speculative_config import SpeculativeConfig
 
 # Tokens that are entered in the index between two steps, so that long prompts delay nobody: less than a millisecond.
-INDEXED_AT_ONCE = 1024
+# They are fewer where drafts may lose less than that, so that texts which are hardly looked at are hardly indexed.
+INDEXED_AT_ONCE, _LEAST_INDEXED, _INDEXING_NS = 1024, 32, 400
 _MOST_PLACES = 8  # places that are compared
 logger = logging.getLogger("headway.engine")
 
@@ -26,8 +28,12 @@ logger = logging.getLogger("headway.engine")
 class Drafter(Protocol):
     """Makes drafts for sequences that decode."""
 
-    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
-        """Up to `most` drafts for each sequence, by its seq_id; nothing for those of which nothing is known."""
+    def propose(self, sequences: list[Sequence], most: int, most_ns: float = math.inf) -> dict[int, Proposal]:
+        """Up to `most` drafts for each sequence, by its seq_id; nothing for those of which nothing is known.
+
+        Args:
+            most_ns: about how long it may take, as far as that suffices for some.
+        """
 
     def forget(self, seq_id: int) -> None:
         """A sequence has ended; does nothing for an unknown one."""
@@ -62,10 +68,17 @@ class Repeats:
         tokens, least, before, latest = self.tokens, self._least, self._before, self._latest
         start = len(before)
         end = min(start + most, len(tokens) - 1)
-        for at in range(start, end):
-            key = tuple(tokens[max(0, at + 1 - least) : at + 1])
-            before.append(latest.get(key, -1))
-            latest[key] = at
+        if start < least - 1 and start < end:  # so few tokens are no match
+            before += [-1] * (min(end, least - 1) - start)
+        first = len(before)
+        if end - first == 1:
+            before.append(latest.get(key := tuple(tokens[end - least : end]), -1))
+            latest[key] = first
+        elif first < end:
+            parts = [tokens[first - back : end - back] for back in range(least - 1, -1, -1)]
+            for at, key in enumerate(zip(*parts, strict=True), first):
+                before.append(latest.get(key, -1))
+                latest[key] = at
         return end - start
 
     @property
@@ -74,17 +87,18 @@ class Repeats:
 
     def add(self, new: list[int]) -> None:
         """Append tokens, and find the longest match of the last ones. All before them must be in the index."""
-        tokens, place = self.tokens, self._place
-        goes_on = place >= 0 and bool(new)
-        for token in new:
-            place += 1
-            goes_on = goes_on and tokens[place] == token
-            tokens.append(token)
-        self.index(len(tokens))
-        if goes_on:
-            self._place, self.match = place, min(self._most, self.match + len(new))
+        tokens, place, count = self.tokens, self._place, len(new)
+        tokens += new
+        self.index(count)
+        if place >= 0 and count and tokens[place + 1 : place + 1 + count] == new:
+            self._place, self.match = place + count, min(self._most, self.match + count)
         else:
             self._find()
+
+    def put_off(self, new: list[int]) -> None:
+        """Append tokens that are not in the index yet. A match is looked for when they are, by add()."""
+        self.tokens += new
+        self._place, self.match = -1, 0
 
     def _find(self) -> None:
         tokens, most = self.tokens, self._most
@@ -125,18 +139,26 @@ class NgramDrafter:
         self._config = config
         self._known: dict[int, Repeats] = {}
 
-    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
+    def propose(self, sequences: list[Sequence], most: int, most_ns: float = math.inf) -> dict[int, Proposal]:
+        """See Drafter. Where there is no time for all, the first ones have drafts."""
         found: dict[int, Proposal] = {}
-        left = INDEXED_AT_ONCE
+        # Long prompts do not take the time of those whose last tokens alone are new.
+        new_ones = behind = max(_LEAST_INDEXED, int(min(INDEXED_AT_ONCE, most_ns / _INDEXING_NS)))
         for sequence in sequences:
             text = self._known.get(sequence.seq_id)
             if text is None:
                 text = self._known[sequence.seq_id] = self._begun(sequence)
-            if not text.is_indexed:
-                left -= text.index(left)
+            new = sequence.tokens[len(text.tokens) - text.offset :]
+            if not text.is_indexed or len(new) > new_ones:
+                if not behind:
+                    continue
+                text.put_off(new)
+                behind -= text.index(behind)
                 if not text.is_indexed:
                     continue
-            text.add(sequence.tokens[len(text.tokens) - text.offset :])
+                new = []
+            new_ones -= len(new)
+            text.add(new)
             if text.match and (drafts := text.following(most)):
                 found[sequence.seq_id] = Proposal(drafts, text.match)
         return found
@@ -188,8 +210,11 @@ class Speculator(StepHooks):
         """Learn from a step."""
         if not plan.scheduled:
             return outputs
-        policy, began = self._policy, self._clock()
+        policy = self._policy
         self._is_due = not policy.rests()
+        if not policy.is_timed:
+            return outputs
+        began = self._clock()
         if plan.work.decode_tokens == plan.num_tokens:
             new_tokens = sum([len(new) for _, new in changed])
             took_ns = began - self._scheduler.decisions[-1].planned_ns
@@ -214,20 +239,20 @@ class Speculator(StepHooks):
         running = scheduler.running
         decoding = [sequence for sequence in running if sequence.is_decoding]
         free = [each for each in decoding if not each.params.without_drafts]
-        proposals = self._drafter.propose(free, most)
+        proposals = self._drafter.propose(free, most, policy.credit_ns)
         has_seats = len(running) < scheduler.config.max_num_seqs
         with_prompts = len(decoding) < len(running) or (len(scheduler.waiting) > 0 and has_seats)
-        by_model_ns = 0
-        if self.model is not None and free:
-            searched = self._clock()
-            proposals |= self._of_model(self.model, free, proposals, len(decoding), with_prompts)
-            by_model_ns = self._clock() - searched
+        computing_ns = 0
+        if (model := self.model) is not None and free:
+            before_ns = model.computing_ns
+            proposals |= self._of_model(model, free, proposals, len(decoding), with_prompts)
+            computing_ns = model.computing_ns - before_ns
         for seq_id, drafts in policy.choose(proposals, len(decoding), with_prompts).items():
             scheduler.propose(seq_id, drafts)
             by_model = self.model if proposals[seq_id].confidences else None
             self._kinds[seq_id] = "ngram" if by_model is None else by_model.kind
         ended = self._clock()
-        policy.spent(self._learning_ns + ended - began - by_model_ns)
+        policy.spent(self._learning_ns + ended - began - computing_ns)
         scheduler.accounting.record_drafting(running, began, ended)
 
     def _of_model(

@@ -126,9 +126,10 @@ def test_the_engine_decodes_as_many_sequences_as_asked() -> None:
 
 
 def test_the_timed_steps_are_those_of_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes alone, of all sequences, around the context that the cost model is given."""
-    bench = HostBench(1, "cpu", 1, 5)
+    """Decodes alone, of all sequences, around the context that the cost model is given, with caches driven out."""
     steps: list[list[tuple[int, int]]] = []
+    driven_out: list[int] = []
+    bench = HostBench(1, "cpu", 1, 5, lambda: driven_out.append(len(steps)))
     run = bench._core.executor.run
 
     def listening(plan: StepPlan) -> StepOutcome:
@@ -138,6 +139,7 @@ def test_the_timed_steps_are_those_of_the_piece(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench._core.executor, "run", listening)
     bench.seconds(3)
     timed = steps[-5:]
+    assert driven_out == list(range(len(steps) - 5, len(steps)))
     assert all([tokens for tokens, _ in step] == [1, 1, 1] for step in timed)
     piece = bench.piece(3)
     assert statistics.mean(start for step in timed for _, start in step) == pytest.approx(piece.context, abs=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -29,7 +29,8 @@ from headway.calibration.samples import Kind
 from headway.cost.shape import ModelShape
 from headway.cost.work import Work
 from headway.kernels import kernels_for
-from headway.kernels.interface import LayerCache, StepGeometry
+from headway.kernels.cpu.team import Team
+from headway.kernels.interface import AttentionShape, LayerCache, StepGeometry
 from headway.kernels.weights import Weight
 
 SIZE = 2**20
@@ -92,6 +93,11 @@ class CountingKernels:
             self.flops += 2 * 2 * pairs * heads * width
             self.kv_bytes += context * sum(token)
         return out
+
+    def repeat(
+        self, key: object, step: StepGeometry, attentions: Sequence[AttentionShape], run: Callable[[], Tensor]
+    ) -> Tensor:
+        return run()
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         self._kernels.rotate(query, key, cos, sin, positions)
@@ -184,6 +190,19 @@ def test_the_work_of_element_wise_operations_is_that_of_their_tensors(tokens: in
         for _ in range(3):
             assert pool.run(case, dtype) == case.piece.work
         assert (case.runs, case.piece.kind, case.piece.tokens) == (1, Kind.ELEMENTS, tokens)
+
+
+def test_pieces_are_repeated_without_the_python_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As served decodes are; else threads would wait between the jobs of a piece, as they do not in a step."""
+    pool, dtype = Pool(SIZE, "cpu"), torch.bfloat16
+    attending = [attention_case(pool, PLAIN, dtype, load, SIZE // 3) for load in LOADS]
+    cases = [stream_case(pool, dtype), *linear_cases(pool, ODD, dtype, (1, 3), 1e9), element_case(pool, ODD, dtype, 3)]
+    for case in [*attending, *cases] * 2:  # attention's memory grows with the largest piece
+        case.call()
+    for name in ("run", "share", "run_alone"):
+        monkeypatch.delattr(Team, name)
+    for case in [*attending, *cases]:
+        case.call()
 
 
 @pytest.mark.parametrize("size", [SIZE, SIZE + 5000])

@@ -92,6 +92,16 @@ def test_no_attention_beats_the_machine(beyond: Efficiency) -> None:
     assert found.kv_bytes <= 1.0 and found.attention_flops <= 1.0
 
 
+def test_what_short_prompts_take_longer_is_not_the_decodes() -> None:
+    """Chunks of 64 tokens take as long as three times what explains longer ones; decodes are as quick as they were."""
+    true = replace(KNOWN, attention_s=9e-6)
+    slower = tuple(
+        replace(each, median=3.0 * each.median) if each.piece.kind is Kind.PROMPT and each.piece.tokens == 64 else each
+        for each in timed_pieces(true)
+    )
+    assert fitted(slower).attention_s == pytest.approx(9e-6, rel=1e-3)
+
+
 @settings(max_examples=40)
 @given(st.lists(st.floats(0.6, 1.8), min_size=40, max_size=40), st.floats(0.0, 1e-3))
 def test_noise_leaves_it_physical(noise: list[float], kernel_call_s: float) -> None:

@@ -5,6 +5,7 @@ A draft model drafts for all sequences before each step then, always as far.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ class Foreseeing:
         self.chance = random.Random(1)
         self.known: set[int] = set()
 
-    def propose(self, sequences: list[Sequence], most: int) -> dict[int, Proposal]:
+    def propose(self, sequences: list[Sequence], most: int, most_ns: float = math.inf) -> dict[int, Proposal]:
         found = {}
         for sequence in sequences:
             self.known.add(sequence.seq_id)

@@ -112,6 +112,23 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     assert set(drafter._known) == {1, 2}
 
 
+def test_where_little_may_be_lost_few_sequences_are_looked_at() -> None:
+    """All are again when there is more time, and have the longest match of all their tokens."""
+    drafter = NgramDrafter(SpeculativeConfig())
+    sequences = [a_sequence(number, [1, 2, 3, 4, 1, 2]) for number in range(4)]
+    assert set(drafter.propose(sequences, 4)) == {0, 1, 2, 3}
+    for sequence in sequences:
+        sequence.tokens += [*range(5, 25), 3, 4, 1]
+    looked_at = set(drafter.propose(sequences, 4, most_ns=0.0))
+    assert 0 in looked_at and 3 not in looked_at
+    for sequence in sequences:
+        sequence.tokens += [2, 3]
+    found = drafter.propose(sequences, 4)
+    assert {number: (each.match, each.token_ids) for number, each in found.items()} == dict.fromkeys(
+        range(4), (3, [4, 1, 2, 5])
+    )
+
+
 def a_sequence(number: int, tokens: list[int]) -> Sequence:
     sequence = make_sequence(str(number), tokens, 8)
     sequence.seq_id = number

@@ -154,6 +154,23 @@ def test_what_drafts_leave_in_the_caches_counts(
     assert machine.run(sequences, 1000) >= 0.98
 
 
+def test_few_of_the_steps_that_are_left_alone_are_timed() -> None:
+    """To time a step takes a per cent of a short one. Where drafts never pay, nearly all steps cost nothing."""
+    machine = Machine(compute_bound, 0.0, drafting_ms=0.3)
+    machine.run(16, 200)
+    timed = 0
+    took = machine.policy.took
+
+    def counted(*step: int) -> None:
+        nonlocal timed
+        timed += machine.policy.is_timed
+        took(*step)
+
+    machine.policy.took = counted  # type: ignore[method-assign]
+    machine.run(16, 1000)
+    assert timed < 300
+
+
 def test_what_was_won_is_not_lost_when_the_text_changes() -> None:
     machine = Machine(tiles, 0.95)
     assert machine.run(1, 500) > 4

@@ -34,11 +34,13 @@ _GROWTH = 2  # most multiple of the rows that were measured
 _LOSS = 0.004  # share of the time that drafts may lose as far as that is seen: what they leave in caches costs more
 _CREDIT_AT_START, _MOST_CREDIT = 1.8, 5.0  # in steps without drafts
 _CREDIT_OF_MODELS = 6.0  # the same more, as passes of a draft model have to be paid before anything is known of it
+_LEAST_SHARE, _OF_MANY = 0.4, 2.4  # of the most: so much, and this by the number of sequences
 # After so many steps some are left alone, so that it stays known what they take then. The first of these still find the
-# caches full of other numbers; of a long rest, not all are looked at.
+# caches full of other numbers. Where more are, as too much was lost, few of those are timed: that takes a per cent of a
+# short step.
 _PLAIN_EVERY, _PLAIN_STEPS, _SETTLING = 192, 6, 2
 _UNKNOWN_EVERY, _FIRST_AFTER = 48, 16  # the same where that is not known of so many sequences, or of any
-_LOOKED_AT, _SELDOM = 8, 32
+_TIMED, _SELDOM = 8, 32
 _MEMORY_ALONE = 32
 # How much longer steps without drafts may take than those that were left alone, as a share, so that it counts no
 # further: more comes from others who use the machine. They do not take less. Right behind drafts, one may differ more.
@@ -71,6 +73,10 @@ class Speculation:
         most: most drafts behind a token.
         step_time: says what a row costs in steps of a size that has not been measured.
         drafting: decides about the drafts of a model; None where there is none.
+
+    Attributes:
+        is_timed: took() wants the time of the step that has ended.
+        credit_ns: what may be lost, until more is earned; below 0 if more was lost.
     """
 
     def __init__(self, most: int, step_time: StepTimeModel, drafting: Drafting | None = None) -> None:
@@ -85,24 +91,27 @@ class Speculation:
         if drafting is not None:
             drafting.follow(self._pace)
         self._standing: Mapping[int, Proposal] = {}
-        self._credit_ns = 0.0  # what may be lost
+        self.credit_ns = 0.0
         self._plain_ns = 0.0  # what a step without drafts takes; 0 while that is not known
         self._usual_ns = 0.0  # what it takes to make drafts
         self._further_credit = 0.0 if drafting is None else _CREDIT_OF_MODELS
         self._passes_ns = 0.0  # of the step that comes
         self._resting = self._rested = self._busy = 0  # steps: that are left alone yet, that were, that were not
+        self._all_rested, self.is_timed = 0, True
         self._has_drafted, self._sequences = False, 0
 
     # --- after a step -------------------------------------------------------------------------------
 
     def rests(self) -> bool:
-        """Whether a step is not looked at, but for its time, and the next one tries no drafts."""
+        """Whether a step is left alone, and the next one tries no drafts."""
         if not self._resting:
-            self._rested = 0
+            self._rested, self.is_timed = 0, True
             return False
         self._resting -= 1
         self._rested += 1
+        self._all_rested += 1
         self._busy = 0
+        self.is_timed = self._rested <= _TIMED or self._all_rested % _SELDOM == 0
         return True
 
     def heed(self, seq_id: int, new: list[int]) -> None:
@@ -124,6 +133,8 @@ class Speculation:
         One without drafts behind one with some finds the caches full of other numbers. Its time counts in the account,
         but says little of other steps.
         """
+        if not self.is_timed:
+            return
         self._sequences = sequences
         rested, drafted, had_drafted = self._rested, rows > sequences, self._has_drafted
         self._has_drafted = drafted
@@ -148,22 +159,21 @@ class Speculation:
             looking = self._looking.known_ns(sequences) if self._looking.times(sequences) >= _BELIEVED else plain
             counted = max(plain, _near(looking or plain, plain, _EXCESS))
         elif not counted:
-            self._credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
+            self.credit_ns += self._passes_ns  # what such a step wins is not known, so it was no loss
             return
         if drafted:
             plain = self._plain_now_ns(sequences) or plain
         if not self._plain_ns:
-            self._credit_ns += (_CREDIT_AT_START + self._further_credit) * plain
+            self.credit_ns += (_CREDIT_AT_START + self._further_credit) * plain
         self._plain_ns = plain
-        self._credit_ns += _LOSS * counted * (not rested) + plain * new_tokens / sequences - counted
+        self.credit_ns += _LOSS * counted * (not rested) + plain * new_tokens / sequences - counted
 
     def _was_alone(self, sequences: int, took_ns: int) -> None:
         """A step that was left alone took so long."""
         self._left_alone.add(sequences)
         if plain := self._plain_now_ns(sequences):
             self._pace.note(took_ns / plain)
-        if self._rested <= _LOOKED_AT or self._rested % _SELDOM == 0:
-            self._alone.observe(sequences, took_ns)
+        self._alone.observe(sequences, took_ns)
 
     def _known_plain_ns(self, sequences: int) -> float | None:
         """What a step of so many sequences takes that is left alone; at first, that merely has no drafts."""
@@ -179,14 +189,17 @@ class Speculation:
     def spent(self, took_ns: int) -> None:
         """So long it took to find drafts, or none, without the passes of a model.
 
-        It counts as twice as long as usual at most.
+        It counts as twice as long as usual at most, or as a step: then the machine was held up.
         """
-        counted = min(float(took_ns), 2.0 * self._usual_ns) if self._usual_ns else float(took_ns)
+        most = max(2.0 * self._usual_ns, self._plain_ns)
+        counted = min(float(took_ns), most) if self._usual_ns else float(took_ns)
         self._usual_ns += (counted - self._usual_ns) / 8 if self._usual_ns else counted
         self._passes_ns = 0.0 if self.drafting is None else self.drafting.take_passes_ns()
         if self._plain_ns:
-            left = self._credit_ns - counted - self._passes_ns
-            self._credit_ns = min(left, (_MOST_CREDIT + self._further_credit) * self._plain_ns)
+            left = self.credit_ns - counted - self._passes_ns
+            # Where many decode there is less to win with drafts, and as much to lose.
+            share = min(1.0, _LEAST_SHARE + _OF_MANY / max(1, self._sequences))
+            self.credit_ns = min(left, share * (_MOST_CREDIT + self._further_credit) * self._plain_ns)
 
     def forget(self, seq_id: int, output_len: int = 0) -> None:
         """A sequence has ended with so many tokens of output."""
@@ -210,11 +223,11 @@ class Speculation:
         if self._busy >= self._most_busy:
             self._resting = _PLAIN_STEPS
             return False
-        if not self._plain_ns or self._credit_ns >= 0.0:
+        if not self._plain_ns or self.credit_ns >= 0.0:
             return self._plain_ns > 0.0
         earned = _LOSS * self._plain_ns
-        self._resting = int(-self._credit_ns / earned) + 1
-        self._credit_ns += self._resting * earned
+        self._resting = int(-self.credit_ns / earned) + 1
+        self.credit_ns += self._resting * earned
         return False
 
     def opens(self, decoding: int, with_prompts: bool, slack_ns: float = math.inf) -> Drafting | None:
@@ -276,7 +289,7 @@ class Speculation:
             tokens += sum([chance for chance, _ in gains[added:extra]])
             added = extra
             took_ns = plain + extra * row_ns if with_prompts else self._times.expected_ns(rows, row_ns)
-            if self._times.feared_ns(rows, row_ns) - plain * tokens / decoding > self._credit_ns:
+            if self._times.feared_ns(rows, row_ns) - plain * tokens / decoding > self.credit_ns:
                 break  # if it takes as long as it may, more is lost than may be
             if tokens > least * took_ns:
                 least, drafts = _FURTHER_GAIN * tokens / took_ns, extra
