@@ -125,7 +125,7 @@ def replay(prompts: Iterable[Prompt], pool: KVBlocks) -> Found:
         began = time.perf_counter_ns()
         new = pool.allocate(missing, name)
         evict_ns += time.perf_counter_ns() - began
-        pool.register(new, node, tuple(prompt.blocks[len(table) :]))
+        pool.register(new, node, list(prompt.blocks), len(table))
         held.append(table + new)
     for table in held:
         pool.release(table)

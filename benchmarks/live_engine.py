@@ -213,7 +213,7 @@ class LiveEngine:
         name = str(next(self._ids))
         pool = self._core.scheduler.blocks
         table = pool.allocate(context // BLOCK)
-        pool.register(table, name, (1,) * (BLOCK * len(table)))
+        pool.register(table, name, [1] * (BLOCK * len(table)))
         pool.release(table)
         return name
 

@@ -181,7 +181,7 @@ class Engine(ABC):
             self.adapters.planned(plan, planned)
         for seq_id in plan.expired:
             self._end(self._choices[seq_id])
-        beside = 0 if self._steady is None else self._steady.num_beside
+        beside = None if self._steady is None else self._steady.beside
         if not (plan.scheduled or beside):
             return (yield from self._wait(plan.wait_until_ns))
         try:
@@ -198,7 +198,8 @@ class Engine(ABC):
         complete = self._steady.complete_beside if self._steady is not None and beside else self.scheduler.complete
         changed = complete(plan, drawn, times)
         self.now = self._ran_ns = now = times.sampled_ns
-        self._log(planned, plan.work, len(plan.scheduled) + beside, len(plan.preempted), times)
+        sequences = len(plan.scheduled) + (0 if beside is None else beside.decode_tokens)
+        self._log(planned, plan.work, sequences, len(plan.preempted), times)
         choices = self._choices
         if self.drafts is not None:
             self.drafts.step_ended(plan, changed, planned, times)
@@ -219,9 +220,9 @@ class Engine(ABC):
             elif self._steady is not None:
                 self._steady.join(sequence)
 
-    def _times(self, plan: StepPlan, beside: int, launched_ns: int) -> StepTimes:
-        if beside and self._beside_timing is not None and self._steady is not None:
-            return self._beside_timing.times_beside(plan, self._steady.contexts(), launched_ns)
+    def _times(self, plan: StepPlan, beside: StepWork | None, launched_ns: int) -> StepTimes:
+        if beside is not None and self._beside_timing is not None and self._steady is not None:
+            return self._beside_timing.times_beside(plan, beside, self._steady.contexts, launched_ns)
         return self._timing.times(plan, launched_ns)
 
     def _log(self, planned: int, work: StepWork, sequences: int, preempted: int, times: StepTimes) -> None:

@@ -18,6 +18,7 @@ from headway.policy.step.step_time import StepWork
 
 CONTEXT = 16
 MOST_KNOWN = 2_000  # steps, and as many before them: few more fit in a processor's cache
+_NO_WORK = StepWork()
 
 
 class Timing(Protocol):
@@ -43,12 +44,13 @@ class DecodeTiming(Timing, Protocol):
 class BesideTiming(DecodeTiming, Protocol):
     """A timing that needs no parts in the plan of a step for sequences that decode beside those of the plan."""
 
-    def times_beside(self, plan: StepPlan, contexts: list[int], now: int) -> StepTimes:
+    def times_beside(self, plan: StepPlan, beside: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         """The times of a step, as times() gives them.
 
         Args:
             plan: with the work of the whole step.
-            contexts: the tokens that each sequence beside the plan has computed.
+            beside: the work of the sequences beside the plan.
+            contexts: the tokens that each of these has computed; a call costs time for each.
         """
 
 
@@ -106,10 +108,11 @@ class Predicted:
 
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         """The host's time comes before the step is launched."""
-        return self.times_beside(plan, [], now)
+        return self.times_beside(plan, _NO_WORK, list, now)
 
-    def times_beside(self, plan: StepPlan, contexts: list[int], now: int) -> StepTimes:
-        return self.times_of(tuple(self.chunks(plan.scheduled, plan.work.repeated_context, contexts)), now)
+    def times_beside(self, plan: StepPlan, beside: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
+        repeated = plan.work.repeated_context
+        return self.times_of(tuple(self.chunks(plan.scheduled, repeated, beside, contexts)), now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         if self._windows:
@@ -157,33 +160,43 @@ class Predicted:
         host_s, device_s, sampling_s = self.deployment.step_s(self._of_all(chunks))
         return round(host_s * 1e9), round((device_s - sampling_s) * 1e9), round(sampling_s * 1e9)
 
-    def chunks(self, scheduled: list[ScheduledSequence], repeated: int = 0, beside: Sequence[int] = ()) -> list[Chunk]:
+    def chunks(
+        self,
+        scheduled: list[ScheduledSequence],
+        repeated: int = 0,
+        beside: StepWork = _NO_WORK,
+        contexts_beside: Callable[[], list[int]] = list,
+    ) -> list[Chunk]:
         """The work of a step as the cost model takes it.
 
         Args:
             repeated: the step's StepWork.repeated_context.
-            beside: the tokens that each further sequence has computed, which decodes beside those scheduled.
+            beside: the work of further sequences, which decode beside those scheduled.
+            contexts_beside: the tokens that each of these has computed.
         """
         cached = self.cached
         contexts = [item.start + cached for item in scheduled if item.decoding and item.samples == 1]
         chunks: list[Chunk] = []
-        is_all = len(contexts) == len(scheduled)
-        contexts += [each + cached for each in beside] if cached else beside
-        if not is_all:
+        if len(contexts) < len(scheduled):
             for item in scheduled:
                 if not item.decoding or item.samples > 1:
                     rows = min(len(item.token_ids), item.samples + item.logit_rows)
                     append_alike(chunks, Chunk(len(item.token_ids), item.start + cached, rows))
-        return self._decodes(contexts, repeated) + chunks
+        if self._windows:
+            contexts += [each + cached for each in contexts_beside()]
+            return self._decodes(contexts, repeated) + chunks
+        if not (count := len(contexts) + beside.decode_tokens):
+            return chunks
+        context = sum(contexts) + beside.decode_context + beside.decode_tokens * (cached - 1)
+        return [self._decodes_of(count, context, repeated / count * count), *chunks]
 
     def _decodes(self, contexts: list[int], repeated: int) -> list[Chunk]:
-        alike: dict[int, list[int]] = {0: contexts}
-        if self._windows:
-            alike = {}
-            for context in contexts:
-                alike.setdefault(bisect_right(self._windows, context), []).append(context)
+        """A chunk for the decodes between two sizes of windows."""
+        alike: dict[int, list[int]] = {}
+        for context in contexts:
+            alike.setdefault(bisect_right(self._windows, context), []).append(context)
         share = repeated / len(contexts) if repeated else 0.0
-        return [self._decodes_of(len(each), sum(each), share * len(each)) for each in alike.values() if each]
+        return [self._decodes_of(len(each), sum(each), share * len(each)) for each in alike.values()]
 
     def _decodes_of(self, count: int, context: int, repeated: float) -> Chunk:
         """The decodes of so many sequences with so many tokens in all, as one chunk.

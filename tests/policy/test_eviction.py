@@ -27,9 +27,9 @@ def begin(pool: KVBlocks, tokens: list[int], owner: str = "") -> list[int]:
     if table:
         pool.cached.found(table)
     node: int | str = pool.node_of(table[-1]) if table else ""
-    for token in tokens[len(table) : -1]:
+    for at in range(len(table), len(tokens) - 1):
         table += pool.allocate(1, owner)
-        node = pool.register(table[-1:], node, (token,))
+        node = pool.register(table[-1:], node, tokens, at)
     return table
 
 
@@ -168,10 +168,11 @@ def footprint(sim: Simulation) -> int:
     """How many entries the pool, its queues and the scheduler keep in all."""
     pool = sim.scheduler.blocks
     kept = (pool._free, pool.used, pool.cached.evictions, pool.prefix_stats.hits_of_class, pool.cached._branches)
-    branching = [each for each in pool.index._children.values() if isinstance(each, dict)]
     queues = [each._order for each in (pool.cached._protected, *pool.cached._queues.values())]
     of_scheduler = (sim.scheduler.sequences, sim.scheduler.decisions)
-    tree = (pool.index._children, *branching)
+    chains, heads = pool.index._chains, pool.index._heads
+    lists = [each for chain in chains.values() for each in (chain.places, chain.tokens)]
+    tree = (chains, heads, *heads.values(), *lists)
     return sum(map(len, (*kept, *tree, *queues, *of_scheduler)))
 
 

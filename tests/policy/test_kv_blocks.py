@@ -15,7 +15,7 @@ def fill(pool: KVBlocks, tokens: list[int], salt: str = "") -> list[int]:
     """Allocate and register the blocks of a sequence, as the scheduler does."""
     table = pool.allocate(pool.blocks_for(len(tokens)))
     full = len(tokens) // pool.block_size
-    pool.register(table[:full], salt, tuple(tokens[: full * pool.block_size]))
+    pool.register(table[:full], salt, tokens)
     return table
 
 
@@ -75,7 +75,7 @@ def test_a_shared_block_whose_known_beginning_was_evicted_is_found_again() -> No
     pool.release(short)
     pool.allocate(2)  # evicts it
     pool.share(table)  # by another choice of the same request, which registers the prompt as its own
-    pool.register(table, "", (1, 2, 3, 4))
+    pool.register(table, "", [1, 2, 3, 4])
     assert pool.match([1, 2, 3, 4, 5], "") == table
     pool.check([table, table, [b for b in range(4) if b not in table]])
 
@@ -135,16 +135,32 @@ class PoolMachine(RuleBasedStateMachine):
             self.contents[table[at]] = tokens[: at * 2 + 2]
         node: int | str = self.pool.node_of(prefix[-1]) if prefix else ""
         full = len(tokens) // 2
-        self.pool.register(table[len(prefix) : full], node, tuple(tokens[len(prefix) * 2 : full * 2]))
+        self.pool.register(table[len(prefix) : full], node, tokens, len(prefix))
         self.live.append((tokens, table))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), page=st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    def go_on(self, which: int, page: tuple[int, int]) -> None:
+        tokens, table = self.live[which % len(self.live)]
+        if len(tokens) % 2 or not self.pool.num_free:
+            return
+        before = table[-1]
+        tokens += page
+        table += self.pool.allocate(1, "", before)
+        self.contents[table[-1]] = list(tokens)
+        if node := self.pool.node_of(before):
+            self.pool.register(table[-1:], node, tokens, len(table) - 1)
+        else:
+            self.pool.register(table, "", tokens)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
     def fork(self, which: int) -> None:
         tokens, table = self.live[which % len(self.live)]
         self.pool.share(table)
-        self.pool.register(table[: len(tokens) // 2], "", tuple(tokens[: len(tokens) // 2 * 2]))
-        self.live.append((tokens, list(table)))
+        tokens, table = list(tokens), list(table)
+        self.pool.register(table[: len(tokens) // 2], "", tokens)
+        self.live.append((tokens, table))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))

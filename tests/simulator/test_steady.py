@@ -48,7 +48,7 @@ class Linear:
     def times(self, plan: StepPlan, now: int) -> StepTimes:
         return self.decode_times(plan.work, list, now)
 
-    def times_beside(self, plan: StepPlan, contexts: list[int], now: int) -> StepTimes:
+    def times_beside(self, plan: StepPlan, beside: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:
         return self.decode_times(plan.work, list, now)
 
     def decode_times(self, work: StepWork, contexts: Callable[[], list[int]], now: int) -> StepTimes:

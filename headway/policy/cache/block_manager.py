@@ -280,8 +280,7 @@ class BlockManager:
             known = self._windows.known_page(sequence)
             first, *further = [table.entries(known, full) for table in tables]
         parent: int | str = sequence.cache_node if known else sequence.cache_salt
-        tokens = sequence.tokens[known * size : full * size]
-        sequence.cache_node = self._blocks.register(first, parent, tokens, further)
+        sequence.cache_node = self._blocks.register(first, parent, sequence.tokens, known, further)
         sequence.num_registered = full
         if self.offloading is not None:
             self.offloading.registered(sequence, full)
@@ -313,6 +312,7 @@ class BlockManager:
             self._swapping.free(sequence)
         if self.states is not None:
             self.states.leave(sequence)
+        self._blocks.index.leave(sequence.cache_node, sequence.tokens)
         tables = sequence.tables
         if len(tables) > 1:
             entries = [(table.first + at, block) for table in tables for at, block in enumerate(table.blocks)]

@@ -26,7 +26,7 @@ import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat, starmap
 
 from headway.policy.objectives.service_class import ClassTable
 
@@ -86,7 +86,7 @@ class Queue:
         """Take out the first `count` blocks. There must be so many."""
         order = self._order
         if not self._gone:
-            return [order.popleft()] if count == 1 else [order.popleft() for _ in range(count)]
+            return list(starmap(order.popleft, repeat((), count)))
         taken: list[int] = []
         for _ in range(count):
             taken.append(self.first())

@@ -227,24 +227,32 @@ class KVBlocks:
 
         The last blocks are cached first: a prefix is worth more than what followed it.
         """
-        references, owners, nodes = self.references, self.cached.owners, self.index.nodes
-        for block in blocks:
-            references[block] -= 1
-        idle = blocks[::-1]
-        if any(left := [references[block] for block in idle]):
-            if min(left) < 0:
-                raise RuntimeError(f"block {idle[left.index(min(left))]} was released more often than it was taken")
-            idle = [block for block, count in zip(idle, left, strict=True) if not count]
-            self.repeated -= len(left) - len(idle)
-        cached = [block for block in idle if nodes[block]]
-        if len(cached) < len(idle):
-            self._free += [block for block in idle if not nodes[block]]
-        classes = [owners[block] for block in idle]
-        names = set(classes)
-        for owner in names:
-            self.used[owner] -= classes.count(owner)
-        if cached:
-            self.cached.add(cached, names.pop() if len(names) == 1 else None)
+        references, nodes, idle = self.references, self.index.nodes, blocks[::-1]
+        held = [references[block] for block in idle]
+        if held.count(1) == len(held):
+            for block in idle:
+                references[block] = 0
+        else:
+            if min(held) < 1:
+                raise RuntimeError(f"block {idle[held.index(min(held))]} was released more often than it was taken")
+            for block in idle:
+                references[block] -= 1
+            idle = [block for block, count in zip(idle, held, strict=True) if count == 1]
+            self.repeated -= len(held) - len(idle)
+        known = [nodes[block] for block in idle]
+        if any(known[: (unknown := known.count(0))]):  # a block that is not registered is before one that is
+            idle.sort(key=lambda block: nodes[block] != 0)
+        self._free += idle[:unknown]
+        owners, names = self.cached.owners, [name for name, count in self.used.items() if count]
+        if len(names) == 1:
+            self.used[names[0]] -= len(idle)
+        else:
+            of_each = [owners[block] for block in idle]
+            names = list(set(of_each))
+            for owner in names:
+                self.used[owner] -= of_each.count(owner)
+        if unknown < len(idle):
+            self.cached.add(idle[unknown:], names[0] if len(names) == 1 else None)
 
     def pass_by(self, blocks: list[int]) -> None:
         """Release blocks that a window has passed while their sequence goes on. They are given up before all others."""
@@ -283,11 +291,11 @@ class KVBlocks:
         return known.blocks
 
     def register(
-        self, blocks: list[int], parent: int | str, tokens: Sequence[int], further: Sequence[list[int]] = ()
+        self, blocks: list[int], parent: int | str, tokens: list[int], start: int = 0, further: Sequence[list[int]] = ()
     ) -> int:
         """Enter full blocks with these tokens in the prefix index; PrefixIndex.register() describes the arguments."""
         index = self.index
-        node = index.register(blocks, parent, tokens, further)
+        node = index.register(blocks, parent, tokens, start, further)
         if index.replaced:
             for block in index.replaced:
                 self._drop_idle(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headway.policy.cache.kv_groups import PASSED, KVCacheGroup
-from headway.policy.cache.prefix_index import PrefixIndex, PrefixMatch, Tokens
+from headway.policy.cache.prefix_index import MOST_PAGES, PrefixIndex, PrefixMatch
 
 
 class WindowedIndex(PrefixIndex):
@@ -28,16 +28,22 @@ class WindowedIndex(PrefixIndex):
         self.groups = tuple(groups)
         self._references = references
         self._numbers = [0] * num_blocks
-        # Each group's block or PASSED, by place; the place of each node; and places without a page.
+        # Each group's block or PASSED, by place; and places without a page.
         self._held: list[list[int]] = [[] for _ in self._numbers]
-        self._places: dict[int | str, int] = {}
         self._free = list(range(num_blocks))
 
     # --- lookups ------------------------------------------------------------------------------------
 
     def knows(self, node: int) -> bool:
         """Whether a page is there still."""
-        return node in self._places
+        return self._place_of(node) is not None
+
+    def _place_of(self, node: int | str) -> int | None:
+        """The place of a page; None where it is there no more, or this is a salt."""
+        chain = self._chains.get(node // MOST_PAGES) if isinstance(node, int) else None
+        if chain is None or not isinstance(node, int) or node - chain.first >= len(chain.places):
+            return None
+        return chain.places[node - chain.first]
 
     def match(self, tokens: Sequence[int], salt: str, known: PrefixMatch) -> None:
         """Do as PrefixIndex.match(), and find `whole` and `length`."""
@@ -84,29 +90,29 @@ class WindowedIndex(PrefixIndex):
     # --- changes ------------------------------------------------------------------------------------
 
     def register(
-        self, blocks: Sequence[int], parent: int | str, tokens: Sequence[int], further: Sequence[Sequence[int]] = ()
+        self, blocks: list[int], parent: int | str, tokens: list[int], start: int, further: Sequence[list[int]] = ()
     ) -> int:
         """Do as PrefixIndex.register(); but a block that nobody uses makes way for another with the same prefix.
 
         `blocks` and `further` have PASSED where a group has no block.
         """
-        size, node = self._block_size, 0
+        node = 0
         for at, block in enumerate(blocks):
-            page = tuple(tokens[at * size : (at + 1) * size])
-            node = self._register_page([block, *[each[at] for each in further]], parent, page)
+            node = self._register_page([block, *[each[at] for each in further]], parent, tokens, start + at)
             parent = node
-        self._prune(self._places[node])
+        self._prune(node)
         self.version += 1
         return node
 
-    def _register_page(self, blocks: list[int], parent: int | str, tokens: Tokens) -> int:
+    def _register_page(self, blocks: list[int], parent: int | str, tokens: list[int], start: int) -> int:
         """Enter the blocks that groups have of a page, which may be there already."""
-        place = self.child(parent, tokens)
-        if place is None:
-            place = self._new_place()
-            self._hang(place, parent, tokens)
-            self._places[self._numbers[place]] = place
-        node, held = self._numbers[place], self._held[place]
+        size = self._block_size
+        node = self.child(parent, tuple(tokens[start * size : (start + 1) * size]))
+        if node is None:
+            node = self._add([self._new_place()], parent, tokens, start)
+        place = self._place_of(node)
+        assert place is not None
+        held = self._held[place]
         for number, (block, there) in enumerate(zip(blocks, held, strict=True)):
             if block == PASSED or self.nodes[block] or (there != PASSED and self._references[there]):
                 continue
@@ -122,36 +128,33 @@ class WindowedIndex(PrefixIndex):
         if not self._free:  # there can be more pages than blocks
             self._free.append(len(self._numbers))
             self._numbers.append(0)
-            self._parents.append(0)
-            self._tokens.append(())
             self._held.append([])
         place = self._free.pop()
         self._held[place] = [PASSED] * len(self.groups)
         return place
 
-    def _prune(self, place: int) -> None:
+    def _prune(self, node: int | str) -> None:
         """Take out a page without blocks and children, and those before it that are left so."""
-        up: int | None = place
-        while up is not None and not (self._numbers[up] in self._children or self.blocks_at([up])):
-            del self._places[self._numbers[up]]
-            self._take_out([up])
-            self._free.append(up)
-            up = self._places.get(self._parents[up])
+        while isinstance(node, int) and (place := self._place_of(node)) is not None:
+            if self._leads_on(node) or self.blocks_at([place]):
+                break
+            chain = self._chains[node // MOST_PAGES]
+            self._take_out([place])
+            self._free.append(place)
+            node = chain.parent if node == chain.first else node - 1
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take registered blocks out of the tree."""
         for block in blocks:
-            place, self.nodes[block] = self._places[self.nodes[block]], 0
+            node, self.nodes[block] = self.nodes[block], 0
+            place = self._place_of(node)
+            assert place is not None
             self._held[place][self._held[place].index(block)] = PASSED
-            self._prune(place)
+            self._prune(node)
         self.version += 1
 
     def clear(self) -> None:
         """Take all pages out of the tree."""
         super().clear()
         self._numbers[:] = [0] * len(self._numbers)
-        self._places.clear()
         self._free = list(range(len(self._held)))
-
-    def _num_pages(self) -> int:
-        return len(self._places)

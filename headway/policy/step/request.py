@@ -110,6 +110,8 @@ class BlockTable:
 class Sequence:
     """One choice of a request. `tokens` is the prompt followed by what was generated so far.
 
+    The prefix index keeps the list beyond the sequence's end, so tokens that are computed never change in it.
+
     `num_computed` tokens have their keys and values in the cache. A step gives the sequence a number of tokens to
     compute: a chunk of its prompt, or its newest token.
     """

@@ -171,8 +171,9 @@ class Scheduler:
             for sequence in sequences.unserved.expired(now):
                 step.end(sequence, FinishReason.TIMEOUT)
         if not self.accounting.all_decode(len(step.decoding)):
-            step.prompts = [sequence for sequence in step.decoding if not sequence.is_decoding]
-            step.decoding = [sequence for sequence in step.decoding if sequence.is_decoding]
+            running, step.decoding = step.decoding, []
+            for sequence in running:
+                (step.decoding if sequence.is_decoding else step.prompts).append(sequence)
         return step
 
     def _settle_who_decodes(self, step: Step) -> None:

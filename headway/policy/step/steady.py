@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -39,22 +39,18 @@ class _Member:
     """A sequence of a run. Steps have numbers from the beginning of the run.
 
     Args:
-        joined: it has had a token in each step after this one.
         token, last: what is drawn of it, and what after step `last_from`.
         offset: what it has computed after a step, less the number of that step.
         place: says by its order where it stands among running sequences.
-        page: the tokens of a block of `token` alone.
         end_at: after which step it may end.
     """
 
     sequence: Sequence
-    joined: int
     token: int
     last_from: int
     last: int
     offset: int
     place: tuple[OrderKey, int]
-    page: tuple[int, ...]
     end_at: int = 0
 
 
@@ -65,17 +61,17 @@ class SteadyDecodes:
     """A run of such steps. Call `next_steps`, then `complete` with those that have run.
 
     Where there are none, call `catch_up` and schedule a step. The run goes on behind it if `absorb` says so. Where
-    `decode` is the scheduler's, members have no parts in the plan of most such steps (`num_beside`); `complete_beside`
+    `decode` is the scheduler's, members have no parts in the plan of most such steps (`beside`); `complete_beside`
     then takes the place of Scheduler.complete() and `absorb`.
 
     Attributes:
         held: blocks in use at the end of each step that was completed last.
-        num_beside: how many members decode in the step that was scheduled last, beside its plan.
+        beside: the work of the members in the step that was scheduled last, where they decode beside its plan.
     """
 
     def __init__(self, scheduler: Scheduler, draws: Callable[[Sequence], Draws]) -> None:
         self.held: list[int] = []
-        self.num_beside = 0
+        self.beside: StepWork | None = None
         self._scheduler, self._draws = scheduler, draws
         self._order, self._size = scheduler.policy.orders.running, scheduler.blocks.block_size
         self._num_steps = self._context = 0  # the context of the next step
@@ -104,7 +100,7 @@ class SteadyDecodes:
         token, count, last = self._draws(sequence)
         known, size = self._num_steps, self._size
         offset, place = sequence.num_computed - known, (self._order(sequence), sequence.seq_id)
-        member = _Member(sequence, known, token, known + count, last, offset, place, (token,) * size)
+        member = _Member(sequence, token, known + count, last, offset, place)
         self._members[sequence.seq_id] = member
         self._context += sequence.num_computed + 1
         insort(self._filling[-offset % size], member, key=_place)
@@ -243,16 +239,20 @@ class SteadyDecodes:
             if fillers := self._filling[number % self._size]:
                 full += fillers
                 growing += [each for each in fillers if each.sequence.room <= number + each.offset]
-        if last not in self._ending:
+        is_together = self._may_register_together(last)
+        if is_together:
             full += self._filling[last % self._size]
         if not self._are_new(full):
+            self._bring_up_to_date(self._members.values())
             return None
         self._num_steps, self._sampled_ns = last, steps[-1].sampled_ns
         if len(steps) > 1:
             self._scheduler.policy.steady_steps(len(steps) - 1)
         self._grow(growing)
         self._register(full)
-        ended = self._settle(self._due()) if last in self._ending else []
+        if not is_together:
+            self._bring_up_to_date(self._members.values())
+        ended = self._settle(self._pop_ending() if is_together else self._due())
         self.held = [*held, self._num_held]
         return ended
 
@@ -268,31 +268,42 @@ class SteadyDecodes:
 
     def _due(self) -> list[_Member]:
         """Who has filled a block with the last step, or may have ended."""
-        return _in_order(self._fillers(0) + self._ending.pop(self._num_steps, []))
+        return _in_order(self._fillers(0) + self._pop_ending())
+
+    def _pop_ending(self) -> list[_Member]:
+        """Who may have ended with the last step."""
+        return _in_order(self._ending.pop(self._num_steps, []))
+
+    def _may_register_together(self, step: int) -> bool:
+        """Whether the pages that fill in a step are entered as they are where sequences end between one and another.
+
+        They are unless one that ends holds blocks with another.
+        """
+        return step not in self._ending or not self._scheduler.blocks.repeated
 
     def _are_new(self, full: list[_Member]) -> bool:
         """Whether nothing in the prefix index hangs where the full blocks of these are to be entered."""
         blocks = self._scheduler.blocks
         return not blocks.enable_prefix_caching or blocks.index.are_leaves([each.sequence.cache_node for each in full])
 
+    def _bring_up_to_date(self, members: Iterable[_Member]) -> None:
+        """Have the prefix index know the tokens of blocks that these have filled, as it is going to compare some."""
+        for member in members:
+            self._catch_up(member)
+
     def _register(self, full: list[_Member]) -> None:
-        """Enter a block of each of these in the prefix index, none of them twice."""
+        """Enter a block of each of these in the prefix index, none of them twice. Their tokens may come later."""
         if not self._scheduler.blocks.enable_prefix_caching:
             return
-        pages = list[tuple[int, int, tuple[int, ...]]]()
+        index = self._scheduler.blocks.index
         for member in full:
-            sequence, size = member.sequence, self._size
-            at = sequence.num_registered
-            filled_in = (at + 1) * size - member.offset
-            if member.joined < filled_in - size and filled_in <= member.last_from + 1:
-                tokens = member.page
-            else:
+            sequence = member.sequence
+            at, table = sequence.num_registered, sequence.tables[0].blocks
+            node = index.extend(table[at], sequence.cache_node, sequence.tokens)
+            if not node:
                 self._catch_up(member)
-                tokens = tuple(sequence.tokens[at * size : (at + 1) * size])
-            pages.append((sequence.tables[0].blocks[at], sequence.cache_node, tokens))
-        for member, node in zip(full, self._scheduler.blocks.index.register_each(pages), strict=True):
-            member.sequence.cache_node = node
-            member.sequence.num_registered += 1
+                node = index.register([table[at]], sequence.cache_node, sequence.tokens, at)
+            sequence.cache_node, sequence.num_registered = node, at + 1
 
     def _begin_step(self) -> None:
         """Give sequences of the next step the blocks that they need."""
@@ -300,6 +311,9 @@ class SteadyDecodes:
         growing = self._fillers(0)
         if self._lacking:
             growing, self._lacking = _in_order(growing + self._lacking), []
+        elif self._is_plain:
+            self._grow([each for each in growing if each.sequence.room <= self._num_steps + each.offset])
+            growing = []
         plan = StepPlan()
         for member in growing:
             self._catch_up(member)
@@ -367,13 +381,13 @@ class SteadyDecodes:
         Returns:
             Those of which the last token is drawn in that step.
         """
-        self.num_beside, done, sampled_ns = 0, self._num_steps, self._sampled_ns
+        self.beside, done, sampled_ns = None, self._num_steps, self._sampled_ns
         for member in self._members.values():
-            sequence = member.sequence
-            count = done + member.offset - sequence.num_computed
+            sequence, computed = member.sequence, done + member.offset
+            count = computed - sequence.num_computed
             if count and done <= member.last_from:
                 sequence.tokens += [member.token] * count
-                sequence.num_computed += count
+                sequence.num_computed = computed
                 sequence.steps += count
                 sequence.last_token_ns = sampled_ns
             elif count:
@@ -390,8 +404,8 @@ class SteadyDecodes:
         if not (decodes_all and has_room and self._is_plain and not scheduler.config.weights):
             return scheduler.decode_each(decoding, step)
         self._grow(growing)
-        self.num_beside = count
-        return StepWork(decode_tokens=count, decode_context=self._context)
+        self.beside = StepWork(decode_tokens=count, decode_context=self._context)
+        return self.beside
 
     def complete_beside(self, plan: StepPlan, tokens: Mapping[int, list[int] | None], times: StepTimes) -> Changed:
         """Apply the results of a step in which members decoded beside the plan, and go on behind it.
@@ -410,12 +424,13 @@ class SteadyDecodes:
         self._num_steps, self._context = self._num_steps + 1, self._context + len(members)
         self._sampled_ns, self._is_next_steady = times.sampled_ns, False
         full = self._fillers(0)
-        if self._num_steps in self._ending or not self._are_new(full):
-            changed = [(sequence, list[int]()) for sequence in self._settle(self._due())]
-        else:
+        if self._may_register_together(self._num_steps) and self._are_new(full):
             self._register(full)
-            changed = []
-        return changed + scheduler.apply(parts, tokens, times)
+            self._bring_up_to_date(full)
+            ended = self._settle(self._pop_ending())
+        else:
+            ended = self._settle(self._due())
+        return [(sequence, list[int]()) for sequence in ended] + scheduler.apply(parts, tokens, times)
 
     def absorb(self, changed: Changed, sampled_ns: int) -> Changed | None:
         """Go on behind a step that was scheduled.
