@@ -28,14 +28,10 @@ DASHBOARD = ("time_to_first_token_seconds_bucket", "e2e_request_latency_seconds_
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a measurement says of a box.
-
-    Args:
-        figure: what was measured, or why nothing could be.
-    """
+    """What a measurement says of a box."""
 
     ticked: bool
-    figure: str
+    figure: str  # what was measured, or why nothing could be
 
 
 Measure = Callable[[Evidence], Verdict]
@@ -43,17 +39,12 @@ Measure = Callable[[Evidence], Verdict]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of the checklist, numbered from 1.
-
-    Args:
-        measure: ticks the box or not.
-        advice: what to do where it is not ticked.
-    """
+    """A box of the checklist, numbered from 1."""
 
     number: int
     title: str
-    measure: Measure
-    advice: str
+    measure: Measure  # ticks the box or not
+    advice: str  # what to do where it is not ticked
 
 
 BOXES: list[Box] = []

@@ -91,44 +91,32 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of a server.
+    """All that is known of a server."""
 
-    Args:
-        kind: headway, vllm, sglang, llamacpp or unknown.
-        about: name, version, model and context length, as results have them.
-        lengths: tokens of the short and of the long prompts of the probe.
-        alone: short prompts, one after the other.
-        first, again: long prompts, one after the other: each the first time, and once more.
-        crowd: many short prompts at once.
-        beside: streams that had begun when several long prompts came; `prompts` are those.
-        counted: what the server counted in all of the probe; lifetime: since its start, before the probe.
-        gauges: highest values while the crowd was there: running, waiting, kv_cache_usage.
-        tokenize_ms: milliseconds for the server's tokenizer to read a long prompt; None where it has no such route.
-        machine: None where the server's processes are not known to be on this machine.
-        metrics: the names of all series of its /metrics, without their prefix.
-        limits: headers of an answer that tell limits, such as x-ratelimit-limit-requests.
-        traced_steps: steps in the trace of /debug/profile; None where there is no such route.
-        skipped: stages that the time did not suffice for.
-    """
-
-    kind: str
-    about: dict[str, Any]
-    lengths: tuple[int, int] = (0, 0)
-    alone: Stage = field(default_factory=lambda: Stage([]))
+    kind: str  # headway, vllm, sglang, llamacpp or unknown
+    about: dict[str, Any]  # name, version, model and context length, as results have them
+    lengths: tuple[int, int] = (0, 0)  # tokens of the short and of the long prompts of the probe
+    alone: Stage = field(default_factory=lambda: Stage([]))  # short prompts, one after the other
+    # first, again: long prompts, one after the other: each the first time, and once more.
     first: Stage = field(default_factory=lambda: Stage([]))
     again: Stage = field(default_factory=lambda: Stage([]))
-    crowd: Stage = field(default_factory=lambda: Stage([]))
+    crowd: Stage = field(default_factory=lambda: Stage([]))  # many short prompts at once
+    # Streams that had begun when several long prompts came; `prompts` are those.
     beside: Stage = field(default_factory=lambda: Stage([]))
     prompts: Stage = field(default_factory=lambda: Stage([]))
+    # What the server counted in all of the probe; lifetime: since its start, before the probe.
     counted: Increase | None = None
     lifetime: Increase | None = None
+    # Highest values while the crowd was there: running, waiting, kv_cache_usage.
     gauges: dict[str, float] = field(default_factory=dict)
+    # Milliseconds for the server's tokenizer to read a long prompt; None where it has no such route.
     tokenize_ms: float | None = None
-    machine: MachineLook | None = None
-    metrics: frozenset[str] = frozenset()
+    machine: MachineLook | None = None  # None where the server's processes are not known to be on this machine
+    metrics: frozenset[str] = frozenset()  # the names of all series of its /metrics, without their prefix
+    # Headers of an answer that tell limits, such as x-ratelimit-limit-requests.
     limits: dict[str, str] = field(default_factory=dict)
-    traced_steps: int | None = None
-    skipped: tuple[str, ...] = ()
+    traced_steps: int | None = None  # steps in the trace of /debug/profile; None where there is no such route
+    skipped: tuple[str, ...] = ()  # stages that the time did not suffice for
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -42,38 +42,23 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class MachineLook:
-    """What the processes of a server did between two readings, and how their machine is set up.
+    """What the processes of a server did between two readings, and how their machine is set up."""
 
-    Args:
-        seconds: between the readings.
-        cores: physical cores that the server may use, within its affinity and quota.
-        cores_used: processor seconds of a second, of all threads of the busiest process.
-        workers: threads of that process that took part in the work.
-        waited: share of the time in which those threads could have run but had no core.
-        steal: share of the processors' time that the hypervisor took.
-        swapped_bytes: memory of the processes that is in the swap space.
-        swapping: pages that the machine swapped, in a second.
-        resident_bytes, huge_bytes: memory of the processes, and how much of it is in huge pages.
-        huge_pages: the machine's setting: always, madvise or never.
-        frequency: present frequency of the processors / the highest, on average.
-        governor: the frequency governor's name.
-        commands: the command lines of the processes.
-    """
-
-    seconds: float
-    cores: int
-    cores_used: float = 0.0
-    workers: int = 0
-    waited: float | None = None
-    steal: float | None = None
-    swapped_bytes: int = 0
-    swapping: float | None = None
+    seconds: float  # between the readings
+    cores: int  # physical cores that the server may use, within its affinity and quota
+    cores_used: float = 0.0  # processor seconds of a second, of all threads of the busiest process
+    workers: int = 0  # threads of that process that took part in the work
+    waited: float | None = None  # share of the time in which those threads could have run but had no core
+    steal: float | None = None  # share of the processors' time that the hypervisor took
+    swapped_bytes: int = 0  # memory of the processes that is in the swap space
+    swapping: float | None = None  # pages that the machine swapped, in a second
+    # resident_bytes, huge_bytes: memory of the processes, and how much of it is in huge pages.
     resident_bytes: int = 0
     huge_bytes: int | None = None
-    huge_pages: str = ""
-    frequency: float | None = None
-    governor: str = ""
-    commands: tuple[str, ...] = ()
+    huge_pages: str = ""  # the machine's setting: always, madvise or never
+    frequency: float | None = None  # present frequency of the processors / the highest, on average
+    governor: str = ""  # the frequency governor's name
+    commands: tuple[str, ...] = ()  # the command lines of the processes
 
 
 def read(pids: Iterable[int], root: Path = ROOT) -> Reading:

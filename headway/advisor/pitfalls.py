@@ -34,17 +34,11 @@ HUGE_MATTERS = 1 * GIB  # resident memory from which the size of pages counts
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A predicted change of a figure.
+    """A predicted change of a figure."""
 
-    Args:
-        figure: what is measured, such as TTFT of a crowd.
-        now_ms: as measured.
-        then_ms: predicted without the fault; low_ms and high_ms are its 80 % bar.
-    """
-
-    figure: str
-    now_ms: float
-    then_ms: float
+    figure: str  # what is measured, such as TTFT of a crowd
+    now_ms: float  # as measured
+    then_ms: float  # predicted without the fault; low_ms and high_ms are its 80 % bar
     low_ms: float
     high_ms: float
 
@@ -75,21 +69,14 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A lever that is due.
-
-    Args:
-        evidence: what was measured, a sentence each.
-        confidence: the chance that the fault is there and costs what is said, 0 to 1.
-        gain: None where no figure is known that it could change.
-        values: what the lever's flags are filled in with.
-    """
+    """A lever that is due."""
 
     lever: Lever
-    evidence: tuple[str, ...]
-    confidence: float
-    gain: Gain | None
+    evidence: tuple[str, ...]  # what was measured, a sentence each
+    confidence: float  # the chance that the fault is there and costs what is said, 0 to 1
+    gain: Gain | None  # None where no figure is known that it could change
     kind: str
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)  # what the lever's flags are filled in with
 
     @property
     def changes(self) -> tuple[Change, ...]:

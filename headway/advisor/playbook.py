@@ -24,26 +24,18 @@ ANY = "any"
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """One lever.
-
-    Args:
-        title: what is wrong where the lever is due.
-        parts: which steps, pitfalls, boxes (of document 003) and levers (of document 004) it covers.
-        signal: the measured signal that says so.
-        remedy: flags to start a server with, by its kind; {names} are filled in by the diagnosis.
-        advice: what to do beside or instead, by the kind of server or for `any`.
-        verify: how to see that it helped.
-        planned: the kind of `headway plan levers` that predicts the gain before anything runs; empty for none.
-    """
+    """One lever."""
 
     key: str
-    title: str
-    parts: tuple[str, ...]
-    signal: str
-    verify: str
+    title: str  # what is wrong where the lever is due
+    parts: tuple[str, ...]  # which steps, pitfalls, boxes (of document 003) and levers (of document 004) it covers
+    signal: str  # the measured signal that says so
+    verify: str  # how to see that it helped
+    # Flags to start a server with, by its kind; {names} are filled in by the diagnosis.
     remedy: Mapping[str, str] = field(default_factory=dict)
+    # What to do beside or instead, by the kind of server or for `any`.
     advice: Mapping[str, str] = field(default_factory=dict)
-    planned: str = ""
+    planned: str = ""  # the kind of `headway plan levers` that predicts the gain before anything runs; empty for none
 
     def changes(self, kind: str, values: Mapping[str, object]) -> tuple[Change, ...]:
         """The flags that a server of this kind is to be started with. Those of Headway are checked as if typed."""

@@ -36,17 +36,11 @@ OPEN_ENDED = 8192  # tokens of the context of a server that does not tell
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far a probe may go.
+    """How far a probe may go."""
 
-    Args:
-        seconds: no stage is begun later than this, and no request waits longer.
-        requests: False to read the metrics alone, twice, so many seconds apart.
-        machine: whether to look at the processes of a server on this machine.
-    """
-
-    seconds: float = 30.0
-    requests: bool = True
-    machine: bool = True
+    seconds: float = 30.0  # no stage is begun later than this, and no request waits longer
+    requests: bool = True  # False to read the metrics alone, twice, so many seconds apart
+    machine: bool = True  # whether to look at the processes of a server on this machine
 
 
 async def probe(target: Target, limits: Limits) -> Evidence:

@@ -54,27 +54,19 @@ class MockOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How one request is answered. Seconds.
-
-    Args:
-        fault: "error", "cut" or "".
-    """
+    """How one request is answered. Seconds."""
 
     ttft_s: float
     gaps_s: list[float]
-    fault: str
+    fault: str  # "error", "cut" or ""
 
 
 @dataclass(slots=True)
 class MockServer:
-    """The server. `serve` runs it until its task is cancelled.
-
-    Attributes:
-        answered: requests for an answer so far.
-    """
+    """The server. `serve` runs it until its task is cancelled."""
 
     options: MockOptions
-    answered: int = 0
+    answered: int = 0  # requests for an answer so far
     _ttft: Distribution = field(init=False)
     _itl: Distribution = field(init=False)
     _seats: asyncio.Semaphore = field(init=False)

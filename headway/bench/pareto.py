@@ -30,23 +30,14 @@ DIGITS = 3  # of the number of a run of a sweep, behind the name of its file
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run.
+    """One run."""
 
-    Args:
-        configuration: its label, or the name of its file without a number behind it.
-        load: requests/s, or requests in flight.
-        user: median tokens/s of a request after its first token.
-        device: output tokens/s of a device.
-        ttft_ms: median, from the schedule; None where there are too few samples.
-        is_front: no other run is better for both.
-    """
-
-    configuration: str
-    load: float
-    user: float
-    device: float
-    ttft_ms: float | None
-    is_front: bool = False
+    configuration: str  # its label, or the name of its file without a number behind it
+    load: float  # requests/s, or requests in flight
+    user: float  # median tokens/s of a request after its first token
+    device: float  # output tokens/s of a device
+    ttft_ms: float | None  # median, from the schedule; None where there are too few samples
+    is_front: bool = False  # no other run is better for both
 
 
 def points_of(files: Sequence[Path], options: ParetoOptions) -> tuple[list[Point], list[str]]:

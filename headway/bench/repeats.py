@@ -27,16 +27,11 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repeated:
-    """A figure over several runs.
-
-    Args:
-        values: of each run, in its order.
-        wanted: the half width of the interval that is wanted, as a share of the mean.
-    """
+    """A figure over several runs."""
 
     key: str
-    values: tuple[float, ...]
-    wanted: float
+    values: tuple[float, ...]  # of each run, in its order
+    wanted: float  # the half width of the interval that is wanted, as a share of the mean
 
     @property
     def mean(self) -> float:

@@ -30,15 +30,11 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A server that can be measured.
-
-    Args:
-        tokens: in words, what prompts are made of.
-    """
+    """A server that can be measured."""
 
     server: Server
     source: TokenSource
-    tokens: str
+    tokens: str  # in words, what prompts are made of
 
     @classmethod
     async def open(cls, target: Target, made_up: bool = True) -> Session:

@@ -15,35 +15,22 @@ def _layer(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int) -> M
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What to time, and how often.
+    """What to time, and how often."""
 
-    Args:
-        rounds: runs of each piece.
-        piece_s: seconds of one run, at most, as far as the machine's peaks tell.
-        tokens: the numbers of tokens that linear layers are timed with.
-        layers: shapes of the linear layers.
-        heads: shapes of the heads that attention is timed with.
-        loads: sequences that attention is timed with.
-        element_tokens: the numbers of tokens that element-wise operations are timed with.
-        depths: layers of the tiny models.
-        batches: numbers of sequences in a step of the tiny models.
-        steps: the number of such steps in a round.
-        pool: bytes of weights and caches, unless the largest read by which the bandwidth was measured is more.
-        peaks_share: the share of the whole time, roughly, that goes to the machine's peaks before all this.
-    """
-
-    rounds: int
-    piece_s: float
-    tokens: tuple[int, ...]
-    layers: tuple[ModelShape, ...]
-    heads: tuple[ModelShape, ...]
-    loads: tuple[AttentionLoad, ...]
+    rounds: int  # runs of each piece
+    piece_s: float  # seconds of one run, at most, as far as the machine's peaks tell
+    tokens: tuple[int, ...]  # the numbers of tokens that linear layers are timed with
+    layers: tuple[ModelShape, ...]  # shapes of the linear layers
+    heads: tuple[ModelShape, ...]  # shapes of the heads that attention is timed with
+    loads: tuple[AttentionLoad, ...]  # sequences that attention is timed with
+    # The numbers of tokens that element-wise operations are timed with.
     element_tokens: tuple[int, ...] = (1, 4, 16, 32, 64, 256, 1024)
-    depths: tuple[int, ...] = (2, 26)
-    batches: tuple[int, ...] = (1, 32)
-    steps: int = 20
+    depths: tuple[int, ...] = (2, 26)  # layers of the tiny models
+    batches: tuple[int, ...] = (1, 32)  # numbers of sequences in a step of the tiny models
+    steps: int = 20  # the number of such steps in a round
+    # Bytes of weights and caches, unless the largest read by which the bandwidth was measured is more.
     pool: int = 256 * MIB
-    peaks_share: float = 0.2
+    peaks_share: float = 0.2  # the share of the whole time, roughly, that goes to the machine's peaks before all this
 
 
 _TOKENS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)

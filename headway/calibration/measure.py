@@ -48,17 +48,11 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure.
+    """How long to measure."""
 
-    Args:
-        budget_s: the seconds for each implementation and size.
-        read_sizes: bytes, beside one far larger than the cache.
-        gemm_sizes: sides of square matrices.
-    """
-
-    budget_s: float
-    read_sizes: tuple[int, ...]
-    gemm_sizes: tuple[int, ...]
+    budget_s: float  # the seconds for each implementation and size
+    read_sizes: tuple[int, ...]  # bytes, beside one far larger than the cache
+    gemm_sizes: tuple[int, ...]  # sides of square matrices
 
 
 EFFORTS = {

@@ -17,20 +17,13 @@ BUSY_CORES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How much of something a second, from several repeats.
+    """How much of something a second, from several repeats."""
 
-    Args:
-        best: what the machine can do; interruptions only ever slow a repeat down.
-        median: what it did in the middle of the repeats.
-        by: which implementation reached the best.
-        size: bytes read, or the side of the square matrices.
-    """
-
-    best: float
-    median: float
+    best: float  # what the machine can do; interruptions only ever slow a repeat down
+    median: float  # what it did in the middle of the repeats
     repeats: int
-    by: str
-    size: int
+    by: str  # which implementation reached the best
+    size: int  # bytes read, or the side of the square matrices
 
     @property
     def scatter(self) -> float:
@@ -40,34 +33,20 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class MachinePeaks:
-    """What a device can do at most, as measured.
+    """What a device can do at most, as measured."""
 
-    Args:
-        device: "cpu" or "cuda".
-        name: the name of the processor or the GPU.
-        threads: threads that took part; 0 on a GPU.
-        memory_bytes: the memory of the device, within the limits of this process.
-        cache_bytes: the largest cache; 0 where it is not known.
-        read_bytes_per_s: streaming reads of memory of several sizes, smallest first; the last is far larger than
-            any cache.
-        gemm_flops_per_s: FLOP/s of products of large square matrices, by dtype.
-        small_op_s: one operation on a few elements, by torch.
-        kernel_call_s: one call of the engine's own kernels with next to nothing to do.
-        seconds: seconds that the measurement took.
-        others_cores: cores that others used meanwhile, on average; None where that cannot be known.
-    """
-
-    device: str
-    name: str
-    threads: int
-    memory_bytes: int
-    cache_bytes: int
+    device: str  # "cpu" or "cuda"
+    name: str  # the name of the processor or the GPU
+    threads: int  # threads that took part; 0 on a GPU
+    memory_bytes: int  # the memory of the device, within the limits of this process
+    cache_bytes: int  # the largest cache; 0 where it is not known
+    # Streaming reads of memory of several sizes, smallest first; the last is far larger than any cache.
     read_bytes_per_s: tuple[Rate, ...]
-    gemm_flops_per_s: dict[str, Rate]
-    small_op_s: float
-    kernel_call_s: float
-    seconds: float
-    others_cores: float | None = None
+    gemm_flops_per_s: dict[str, Rate]  # FLOP/s of products of large square matrices, by dtype
+    small_op_s: float  # one operation on a few elements, by torch
+    kernel_call_s: float  # one call of the engine's own kernels with next to nothing to do
+    seconds: float  # seconds that the measurement took
+    others_cores: float | None = None  # cores that others used meanwhile, on average; None where that cannot be known
 
     @property
     def memory_read(self) -> Rate:

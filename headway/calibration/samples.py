@@ -24,25 +24,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something to time, as far as the cost model sees it.
-
-    Args:
-        format: the format of its arithmetic, a key of `Hardware.flops_per_s`.
-        label: tells it from others of its kind.
-        tokens: the tokens of the step that it is a piece of.
-        work: the work of one run.
-        scores: pairs of a query and a key, of all heads; 0 outside attention.
-        kernels: the number of kernels of one run.
-        layers, sequences, context: the sizes of a step, whose work the cost model counts from them; 0 for pieces.
-    """
+    """Something to time, as far as the cost model sees it."""
 
     kind: Kind
-    format: str
-    label: str
-    tokens: int
-    work: Work = NO_WORK
-    scores: int = 0
-    kernels: int = 1
+    format: str  # the format of its arithmetic, a key of `Hardware.flops_per_s`
+    label: str  # tells it from others of its kind
+    tokens: int  # the tokens of the step that it is a piece of
+    work: Work = NO_WORK  # the work of one run
+    scores: int = 0  # pairs of a query and a key, of all heads; 0 outside attention
+    kernels: int = 1  # the number of kernels of one run
+    # layers, sequences, context: the sizes of a step, whose work the cost model counts from them; 0 for pieces.
     layers: int = 0
     sequences: int = 0
     context: int = 0
@@ -50,15 +41,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A piece with the seconds that one run of it took, from several rounds.
-
-    Args:
-        median: what the fits use: what a server will see too, where a best run is luck on a machine that is shared.
-    """
+    """A piece with the seconds that one run of it took, from several rounds."""
 
     piece: Piece
     best: float
-    median: float
+    median: float  # what the fits use: what a server will see too, where a best run is luck on a machine that is shared
     repeats: int
 
     @property

@@ -28,33 +28,21 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CalibratedMachine:
-    """A machine as it was measured, and what this engine reaches of it.
-
-    Args:
-        threads: threads of the CPU that took part; 0 on a GPU.
-        date: ISO 8601, of the measurement.
-        versions: of headway, torch and whatever else the figures depend on.
-        rounds: the number of rounds that each sample was measured in.
-        seconds: seconds that all of it took.
-        peaks: the peaks of the device, with repeats and scatter.
-        samples: what the efficiency was fitted to.
-        fit_error: the error by kind of sample, median of |fitted / measured - 1|.
-        residuals: the residuals by kind of sample, factors on what is fitted between which four in five runs lie.
-        busy: why the figures may be too low; None when the machine was quiet.
-    """
+    """A machine as it was measured, and what this engine reaches of it."""
 
     hardware: Hardware
     efficiency: Efficiency
-    threads: int
-    date: str
-    versions: dict[str, str]
-    rounds: int
-    seconds: float
-    peaks: MachinePeaks
-    samples: tuple[Sample, ...]
-    fit_error: dict[str, float]
+    threads: int  # threads of the CPU that took part; 0 on a GPU
+    date: str  # ISO 8601, of the measurement
+    versions: dict[str, str]  # of headway, torch and whatever else the figures depend on
+    rounds: int  # the number of rounds that each sample was measured in
+    seconds: float  # seconds that all of it took
+    peaks: MachinePeaks  # the peaks of the device, with repeats and scatter
+    samples: tuple[Sample, ...]  # what the efficiency was fitted to
+    fit_error: dict[str, float]  # the error by kind of sample, median of |fitted / measured - 1|
+    # The residuals by kind of sample, factors on what is fitted between which four in five runs lie.
     residuals: dict[str, tuple[float, float]]
-    busy: str | None = None
+    busy: str | None = None  # why the figures may be too low; None when the machine was quiet
     format: int = FORMAT
 
     def to_json(self) -> bytes:

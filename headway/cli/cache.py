@@ -26,16 +26,11 @@ _AGES = ((86400, "day"), (3600, "hour"), (60, "minute"))
 
 @dataclass(frozen=True)
 class Entry:
-    """A file or folder of one kind.
-
-    Args:
-        size: bytes of all files in it; links count as themselves.
-        used: when it was last written, or read as a whole (time.time()).
-    """
+    """A file or folder of one kind."""
 
     path: Path
-    size: int
-    used: float
+    size: int  # bytes of all files in it; links count as themselves
+    used: float  # when it was last written, or read as a whole (time.time())
 
 
 @command()

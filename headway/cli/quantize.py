@@ -21,11 +21,7 @@ _UNUSED = {"rtn": ("calibration", "samples", "sample_tokens", "act_order"), "awq
 
 @dataclass(slots=True)
 class QuantizeOptions:
-    """The options of `headway quantize`.
-
-    Args:
-        given: keys of the flags that were given.
-    """
+    """The options of `headway quantize`."""
 
     model: Annotated[str, Flag("Folder of a checkpoint, or a Hugging Face id.", positional=True)]
     output: Annotated[Path, Flag("Folder to write; it must not be there yet.", short="-o", common=True)]
@@ -37,7 +33,7 @@ class QuantizeOptions:
         int | None, Flag("Inputs that share a scale. Default: 128; 32 of W4A8.", min=8, common=True)
     ] = None
     act_order: Annotated[bool, Flag("gptq: begin with the largest inputs.", common=True)] = True
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # keys of the flags that were given
 
 
 @command()

@@ -12,14 +12,10 @@ _KEYS = ("default", "service_tiers", "class")
 
 @dataclass(frozen=True, slots=True)
 class ClassFile:
-    """The contents of a file of classes.
-
-    Args:
-        path: where it was read; empty where there is no file.
-    """
+    """The contents of a file of classes."""
 
     table: ClassTable = BUILT_IN
-    path: str = ""
+    path: str = ""  # where it was read; empty where there is no file
 
 
 def read_class_file(path: str) -> ClassFile:

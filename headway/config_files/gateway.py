@@ -49,43 +49,30 @@ _NAME, _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile(r"[!-
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry:
-    """One backend as the file has it.
-
-    Args:
-        host, port, is_tls, prefix: parts of `url`; `prefix` is the path before /v1.
-        key: what it wants as a bearer token; empty for none.
-        kind: a backend of `headway` is told classes and deadlines, and tells its ledger.
-        models: names of models; empty where the backend is asked for them.
-        max_requests: most requests that are there at a time.
-        min_prompt_tokens, max_prompt_tokens: the prompts that are sent there, by about how many tokens they have.
-        health_path: what is asked to see whether it is well; empty where nothing is.
-        drain: nothing new is sent there.
-        batches: it has /v1/files and /v1/batches.
-        resolve: each address that the host's name has is a backend of its own.
-        address: where to connect, if that is not what `host` is looked up as.
-        role: `prefill` computes prompts for those of `decode`; empty does neither.
-    """
+    """One backend as the file has it."""
 
     name: str
     url: str
+    # host, port, is_tls, prefix: parts of `url`; `prefix` is the path before /v1.
     host: str
     port: int
     is_tls: bool
     prefix: str
-    kind: str = "openai"
-    key: str = field(default="", repr=False)
-    models: tuple[str, ...] = ()
+    kind: str = "openai"  # a backend of `headway` is told classes and deadlines, and tells its ledger
+    key: str = field(default="", repr=False)  # what it wants as a bearer token; empty for none
+    models: tuple[str, ...] = ()  # names of models; empty where the backend is asked for them
     labels: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
-    max_requests: int = 1024
+    max_requests: int = 1024  # most requests that are there at a time
+    # min_prompt_tokens, max_prompt_tokens: the prompts that are sent there, by about how many tokens they have.
     min_prompt_tokens: int = 0
     max_prompt_tokens: float = float("inf")
-    health_path: str = "/health"
-    drain: bool = False
-    resolve: bool = False
-    batches: bool = False
-    address: str = ""
-    role: str = ""
+    health_path: str = "/health"  # what is asked to see whether it is well; empty where nothing is
+    drain: bool = False  # nothing new is sent there
+    resolve: bool = False  # each address that the host's name has is a backend of its own
+    batches: bool = False  # it has /v1/files and /v1/batches
+    address: str = ""  # where to connect, if that is not what `host` is looked up as
+    role: str = ""  # `prefill` computes prompts for those of `decode`; empty does neither
 
     def at(self, address: str) -> BackendEntry:
         """The backend at one address of its name."""
@@ -94,63 +81,40 @@ class BackendEntry:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds.
+    """Seconds."""
 
-    Args:
-        connect_s: until a connection stands.
-        first_byte_s: from there until an answer begins.
-        stall_s: between two pieces of an answer that has begun.
-        keep_alive_s: that an idle connection is kept.
-    """
-
-    connect_s: float = 5.0
-    first_byte_s: float = 600.0
-    stall_s: float = 60.0
-    keep_alive_s: float = 30.0
+    connect_s: float = 5.0  # until a connection stands
+    first_byte_s: float = 600.0  # from there until an answer begins
+    stall_s: float = 60.0  # between two pieces of an answer that has begun
+    keep_alive_s: float = 30.0  # that an idle connection is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Where several gateways keep what tenants have used.
+    """Where several gateways keep what tenants have used."""
 
-    Args:
-        redis: the URL of a Redis; empty where this gateway counts for itself.
-        when_down: what happens to requests while Redis does not answer: refuse | allow
-        timeout_s: seconds that a request waits for Redis.
-        lease_s: what a gateway has reserved is given back when nothing was heard of it for so many seconds.
-        prefix: what the keys begin with; gateways with one prefix share.
-    """
-
-    redis: str = field(default="", repr=False)
-    when_down: str = "refuse"
-    timeout_s: float = 0.5
-    lease_s: float = 60.0
-    prefix: str = "headway"
+    redis: str = field(default="", repr=False)  # the URL of a Redis; empty where this gateway counts for itself
+    when_down: str = "refuse"  # what happens to requests while Redis does not answer: refuse | allow
+    timeout_s: float = 0.5  # seconds that a request waits for Redis
+    lease_s: float = 60.0  # what a gateway has reserved is given back when nothing was heard of it for so many seconds
+    prefix: str = "headway"  # what the keys begin with; gateways with one prefix share
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayFile:
-    """The contents of a file of a gateway.
-
-    Args:
-        retries: how often a request of whose answer nothing has come is sent again.
-        hedge_after_ms: after how many milliseconds without an answer another backend is asked too; 0 for never.
-        continue_streams: a stream of a Headway backend that breaks is gone on with at another one.
-        handover: whether prompts are handed over from backends of role prefill: auto | always | never
-        shared: what it shares with other gateways.
-        path: where it was read.
-    """
+    """The contents of a file of a gateway."""
 
     backends: tuple[BackendEntry, ...]
     routing: str = DEFAULT_ROUTING
-    retries: int = 2
+    retries: int = 2  # how often a request of whose answer nothing has come is sent again
+    # After how many milliseconds without an answer another backend is asked too; 0 for never.
     hedge_after_ms: float = 0.0
-    continue_streams: bool = False
-    handover: str = "auto"
+    continue_streams: bool = False  # a stream of a Headway backend that breaks is gone on with at another one
+    handover: str = "auto"  # whether prompts are handed over from backends of role prefill: auto | always | never
     timeouts: Timeouts = field(default_factory=Timeouts)
     health: HealthRule = field(default_factory=HealthRule)
-    shared: Shared = field(default_factory=Shared)
-    path: str = ""
+    shared: Shared = field(default_factory=Shared)  # what it shares with other gateways
+    path: str = ""  # where it was read
 
 
 def read_gateway_file(path: str) -> GatewayFile:

@@ -13,18 +13,12 @@ _KEYS = ("name", "system", "text", "cache_salt")
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """What prompts begin with.
-
-    Args:
-        where: file and line.
-        system: the system message of chats.
-        text: the first words of completions. Either this or `system` is there.
-    """
+    """What prompts begin with."""
 
     name: str
-    where: str
-    system: str = ""
-    text: str = ""
+    where: str  # file and line
+    system: str = ""  # the system message of chats
+    text: str = ""  # the first words of completions. Either this or `system` is there.
     cache_salt: str = ""
 
 

@@ -32,23 +32,16 @@ def key_digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an API key gives access to.
-
-    Args:
-        default: class of requests that name none; empty for the table's.
-        best: the most urgent class that they may name; empty for any.
-        created, note: notes for the person who keeps the keys.
-        models: the models that they may name; empty for any.
-        scopes: what they may be for, of SCOPES; empty for all.
-    """
+    """What an API key gives access to."""
 
     tenant: str = DEFAULT_TENANT
-    default: str = ""
-    best: str = ""
+    default: str = ""  # class of requests that name none; empty for the table's
+    best: str = ""  # the most urgent class that they may name; empty for any
+    # created, note: notes for the person who keeps the keys.
     created: str = ""
     note: str = ""
-    models: tuple[str, ...] = ()
-    scopes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # the models that they may name; empty for any
+    scopes: tuple[str, ...] = ()  # what they may be for, of SCOPES; empty for all
 
     def allows(self, path: str) -> bool:
         """Whether requests to a route may come in. Nobody looks at the models in a batch before it runs."""
@@ -62,16 +55,11 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class TenantFile:
-    """The contents of a file of tenants.
-
-    Args:
-        keys: what each key gives access to, by its SHA-256.
-        path: where it was read; empty where there is no file.
-    """
+    """The contents of a file of tenants."""
 
     table: TenantTable = NO_TENANTS
-    keys: dict[bytes, Access] = field(default_factory=dict)
-    path: str = ""
+    keys: dict[bytes, Access] = field(default_factory=dict)  # what each key gives access to, by its SHA-256
+    path: str = ""  # where it was read; empty where there is no file
     text: str = field(default="", repr=False)
 
     def with_key(self, key: str, access: Access, new_tenant: bool = False) -> TenantFile:

@@ -112,19 +112,12 @@ Terminal = Literal["", "openai", "responses", "messages"]
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A route that is passed on.
+    """A route that is passed on."""
 
-    Args:
-        streams: it may answer with a stream, whose errors are those of this API.
-        is_work: it uses the model, and is admitted and charged.
-        stores: what it stores at a backend, or asks for there: responses, files or batches.
-        is_json: its answers are JSON.
-    """
-
-    streams: Terminal = ""
-    is_work: bool = True
-    stores: str = ""
-    is_json: bool = True
+    streams: Terminal = ""  # it may answer with a stream, whose errors are those of this API
+    is_work: bool = True  # it uses the model, and is admitted and charged
+    stores: str = ""  # what it stores at a backend, or asks for there: responses, files or batches
+    is_json: bool = True  # its answers are JSON
 
 
 # What Api.stores may be of which only some backends have it.

@@ -29,16 +29,11 @@ class Timings(msgspec.Struct):
 
 @dataclass(slots=True)
 class Joined:
-    """The ledger of a request.
+    """The ledger of a request."""
 
-    Args:
-        arrived_ns: when its first byte came.
-        received_ns: when its body was read and checked.
-        before: phases at another backend, which had computed its prompt before.
-    """
-
-    arrived_ns: int
-    received_ns: int
+    arrived_ns: int  # when its first byte came
+    received_ns: int  # when its body was read and checked
+    # Phases at another backend, which had computed its prompt before.
     before: Mapping[str, int] = field(default_factory=dict)
 
     def phases(self, of_backend: Mapping[str, int], sent_ns: int, came_ns: int, until_ns: int = 0) -> dict[str, int]:

@@ -37,19 +37,14 @@ logger = logging.getLogger("headway.server")
 
 @dataclass(frozen=True, slots=True)
 class ServerEntry:
-    """A server as the file has it.
-
-    Args:
-        served_as: the model's name in the API.
-        flags: flags of `headway serve`, as they are written on its command line.
-    """
+    """A server as the file has it."""
 
     name: str
     model: str
     port: int
     key: str = field(repr=False)
-    served_as: str
-    flags: tuple[str, ...] = ()
+    served_as: str  # the model's name in the API
+    flags: tuple[str, ...] = ()  # flags of `headway serve`, as they are written on its command line
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,7 @@ MOST_IN_FLIGHT, MOST_TOKENS = 10_000, 50_000_000
 
 @dataclass(slots=True)
 class GatewaySettings(EdgeSettings):
-    """Settings of a gateway.
-
-    Args:
-        file: the backends.
-    """
+    """Settings of a gateway."""
 
     max_num_queued_reqs: Annotated[
         float | None,
@@ -50,4 +46,4 @@ class GatewaySettings(EdgeSettings):
         ),
     ] = field(default_factory=list)
     metrics_prefix: Annotated[str, Flag("Prefix of metric names.", panel="Server")] = "headway_gateway:"
-    file: GatewayFile = field(default_factory=lambda: GatewayFile(()))
+    file: GatewayFile = field(default_factory=lambda: GatewayFile(()))  # the backends

@@ -29,19 +29,13 @@ _FRAMING_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "co
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address to connect to, and the path to ask for.
-
-    Args:
-        host: as it is looked up; an IPv6 address without brackets.
-        host_header: the value of the Host header.
-        prefix: path in front of every route, "" or "/like/this"; without a final /v1.
-    """
+    """The address to connect to, and the path to ask for."""
 
     scheme: str
-    host: str
+    host: str  # as it is looked up; an IPv6 address without brackets
     port: int
-    host_header: str
-    prefix: str
+    host_header: str  # the value of the Host header
+    prefix: str  # path in front of every route, "" or "/like/this"; without a final /v1
 
     @property
     def is_tls(self) -> bool:
@@ -89,44 +83,32 @@ def _address(parts: SplitResult, host: str, port: int) -> Address:
 class Endpoint:
     """How a server is asked. The one that a given server understands is made by `probe`.
 
-    Args:
-        base_url: http:// or https://, host, port, and a path if the routes have one in front; a final /v1 is optional.
-        model: None leaves the field out.
-        path: route in place of the API's own.
-        api_key: sent as a bearer token.
-        tenant_keys: in place of it, by the tenant of a request.
-        headers: further ones, or others than the client's own.
-        ignore_eos: ask for exactly the planned number of tokens.
-        extra_body: further fields of every body; those of a request win.
-        cache_salt: prompts share cached prefixes only with prompts of the same salt; "" leaves the field out.
-        include_timings: ask for Headway's `timings`. Others than Headway may refuse it.
-        include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
-        max_tokens_field: max_tokens or max_completion_tokens.
-        timeout_s: the longest time of a whole request, from before it connects to the end of its response.
-        connect_timeout_s: the longest time of a new connection.
-        insecure: accept any TLS certificate.
-
     Raises:
         BenchError: a value cannot be used.
     """
 
+    # Http:// or https://, host, port, and a path if the routes have one in front; a final /v1 is optional.
     base_url: str
-    model: str | None = None
+    model: str | None = None  # None leaves the field out
     api: Api = "completions"
-    path: str | None = None
-    api_key: str | None = field(default=None, repr=False)
+    path: str | None = None  # route in place of the API's own
+    api_key: str | None = field(default=None, repr=False)  # sent as a bearer token
+    # In place of it, by the tenant of a request.
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Further ones, or others than the client's own.
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    ignore_eos: bool = False
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    cache_salt: str = ""
-    include_timings: bool = False
+    ignore_eos: bool = False  # ask for exactly the planned number of tokens
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every body; those of a request win
+    cache_salt: str = ""  # prompts share cached prefixes only with prompts of the same salt; "" leaves the field out
+    include_timings: bool = False  # ask for Headway's `timings`. Others than Headway may refuse it.
+    # include_usage, continuous_usage: `stream_options`, the second with vLLM's `continuous_usage_stats`.
     include_usage: bool = True
     continuous_usage: bool = False
+    # Max_tokens or max_completion_tokens.
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    timeout_s: float = 3600.0
-    connect_timeout_s: float = 30.0
-    insecure: bool = False
+    timeout_s: float = 3600.0  # the longest time of a whole request, from before it connects to the end of its response
+    connect_timeout_s: float = 30.0  # the longest time of a new connection
+    insecure: bool = False  # accept any TLS certificate
 
     def __post_init__(self) -> None:
         parse_base_url(self.base_url)

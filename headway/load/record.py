@@ -149,21 +149,16 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class ClientHealth:
-    """Whether the client kept up, so that its own delays are not taken for the server's.
+    """Whether the client kept up, so that its own delays are not taken for the server's."""
 
-    Args:
-        loop_lag_ms: how late the event loop ran a timer, one sample every `sample_interval_s`.
-        backlog_bytes: bytes that waited unread in the sockets, summed over them, at each sample.
-        start_lag_ms: sent_ns - scheduled_ns of each request of an open loop.
-        cpu_share: processor seconds of this process per second of the run (1.0 is a whole core).
-        reasons: why the run as a whole is client-bound, a sentence each; empty when it is not.
-    """
-
+    # How late the event loop ran a timer, one sample every `sample_interval_s`.
     loop_lag_ms: list[float] = field(default_factory=list)
+    # Bytes that waited unread in the sockets, summed over them, at each sample.
     backlog_bytes: list[int] = field(default_factory=list)
-    start_lag_ms: list[float] = field(default_factory=list)
-    cpu_share: float = 0.0
+    start_lag_ms: list[float] = field(default_factory=list)  # sent_ns - scheduled_ns of each request of an open loop
+    cpu_share: float = 0.0  # processor seconds of this process per second of the run (1.0 is a whole core)
     sample_interval_s: float = 0.01
+    # Why the run as a whole is client-bound, a sentence each; empty when it is not.
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -173,28 +168,23 @@ class ClientHealth:
 
 @dataclass(slots=True)
 class RunResult:
-    """One run: what was asked (`settings`), what was seen.
+    """One run: what was asked (`settings`), what was seen."""
 
-    Args:
-        settings: JSON-able: base_url, model, endpoint, workload, arrivals, request_rate (requests/s; None where
-            there is none), max_concurrency, seed, goodput, ... as the command line said them.
-        records: the records of the measured requests (no warm-ups), by index.
-        began_ns, ended_ns: the start of the schedule, and the end of the last request.
-        interrupted: stopped by the user before all requests were done.
-        server: what the server says of itself: name, version, model, max_model_len; and `metrics`, the change
-            of its own metrics over the run, where it has some.
-        energy_joules: the energy of the machine over the run, where power can be read; None elsewhere.
-        probes: short requests that were sent beside the load; they are in none of its numbers.
-    """
-
+    # JSON-able: base_url, model, endpoint, workload, arrivals, request_rate (requests/s; None where there is none),
+    # max_concurrency, seed, goodput, ... as the command line said them.
     settings: dict[str, Any]
-    records: list[RequestRecord]
+    records: list[RequestRecord]  # the records of the measured requests (no warm-ups), by index
+    # began_ns, ended_ns: the start of the schedule, and the end of the last request.
     began_ns: int
     ended_ns: int
     client: ClientHealth
-    interrupted: bool = False
+    interrupted: bool = False  # stopped by the user before all requests were done
+    # What the server says of itself: name, version, model, max_model_len; and `metrics`, the change of its own metrics
+    # over the run, where it has some.
     server: dict[str, Any] = field(default_factory=dict)
+    # The energy of the machine over the run, where power can be read; None elsewhere.
     energy_joules: float | None = None
+    # Short requests that were sent beside the load; they are in none of its numbers.
     probes: list[RequestRecord] = field(default_factory=list)
 
     @property

@@ -36,23 +36,15 @@ _POOLINGS = {"lasttoken": "last", "mean": "mean", "pooling_mode_lasttoken": "las
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """How a checkpoint's embeddings and scores are made.
+    """How a checkpoint's embeddings and scores are made."""
 
-    Args:
-        params: the parameters of its embeddings.
-        lacking: why it gives none, or an empty string.
-        width: numbers of an embedding; None where config.json does not say.
-        dimensions: the dimensions to which embeddings may be cut; empty for any.
-        judges: token ids of "relevant" and, if there is one, "not relevant"; None for scores by the cosine.
-        end: id that follows each text, if the tokenizer does not add it already.
-    """
-
-    params: PoolingParams
-    lacking: str = ""
-    width: int | None = None
-    dimensions: tuple[int, ...] = ()
+    params: PoolingParams  # the parameters of its embeddings
+    lacking: str = ""  # why it gives none, or an empty string
+    width: int | None = None  # numbers of an embedding; None where config.json does not say
+    dimensions: tuple[int, ...] = ()  # the dimensions to which embeddings may be cut; empty for any
+    # Token ids of "relevant" and, if there is one, "not relevant"; None for scores by the cosine.
     judges: tuple[int, ...] | None = None
-    end: int | None = None
+    end: int | None = None  # id that follows each text, if the tokenizer does not add it already
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> Pooler:

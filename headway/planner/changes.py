@@ -42,19 +42,13 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Changes that are made together.
-
-    Args:
-        kind: proposals of one kind exclude each other.
-        assumes: what the figures rest on, and what the changes may cost.
-        combines: the proposal keeps the devices and the load, so it may be put together with others.
-    """
+    """Changes that are made together."""
 
     name: str
-    kind: str
+    kind: str  # proposals of one kind exclude each other
     changes: tuple[Change, ...] = ()
-    assumes: str = ""
-    combines: bool = True
+    assumes: str = ""  # what the figures rest on, and what the changes may cost
+    combines: bool = True  # the proposal keeps the devices and the load, so it may be put together with others
 
     @classmethod
     def of(cls, name: str, kind: str, settings: dict[str, Any], assumes: str = "", combines: bool = True) -> Self:

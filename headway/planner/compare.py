@@ -143,17 +143,13 @@ def count_hint(wanted: Wanted) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure of each plan, in the unit of its key.
-
-    Args:
-        of: gives the figure of a plan, with a bar where it is predicted; None where the plan has no such figure.
-        better: -1 where less is better, 1 where more is.
-    """
+    """A figure of each plan, in the unit of its key."""
 
     key: str
     label: str
+    # Gives the figure of a plan, with a bar where it is predicted; None where the plan has no such figure.
     of: Callable[[Plan], Estimate | float | None]
-    better: int
+    better: int  # -1 where less is better, 1 where more is
     words: Callable[[float], str]
 
 

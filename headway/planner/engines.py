@@ -32,23 +32,15 @@ _WITHOUT_OURS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """How a server schedules.
-
-    Args:
-        version: the version whose rules and defaults these are.
-        rules: how it schedules, as the rest of a sentence that begins with its name.
-        limits: gives the limits of a step, and how it is shared, on a hardware.
-        efficiency: the program that its step times were fitted to: itself, or another one.
-        lookahead: requests that may pass one that does not fit; None for as many as Headway lets.
-    """
+    """How a server schedules."""
 
     key: str
     name: str
-    version: str
-    rules: str
-    limits: Callable[[Hardware], Limits]
-    efficiency: str
-    lookahead: int | None = 0
+    version: str  # the version whose rules and defaults these are
+    rules: str  # how it schedules, as the rest of a sentence that begins with its name
+    limits: Callable[[Hardware], Limits]  # gives the limits of a step, and how it is shared, on a hardware
+    efficiency: str  # the program that its step times were fitted to: itself, or another one
+    lookahead: int | None = 0  # requests that may pass one that does not fit; None for as many as Headway lets
 
     @property
     def is_headway(self) -> bool:

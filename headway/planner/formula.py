@@ -74,21 +74,15 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """One step of the calculation.
+    """One step of the calculation."""
 
-    Args:
-        name: what comes out.
-        rule: the formula in words.
-        outcome: the formula with numbers, and what it comes to, in `unit`; a plain number where it comes from a search
-            or a simulation and not from a formula.
-        source: a document and its section, a paper, or what was measured.
-    """
-
-    name: str
-    rule: str
+    name: str  # what comes out
+    rule: str  # the formula in words
+    # The formula with numbers, and what it comes to, in `unit`; a plain number where it comes from a search or a
+    # simulation and not from a formula.
     outcome: Number | float
     unit: str
-    source: str
+    source: str  # a document and its section, a paper, or what was measured
 
     @property
     def value(self) -> float:

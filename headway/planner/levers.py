@@ -29,21 +29,17 @@ BEST_HARDWARE = 3
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A proposal and what it comes to.
-
-    Args:
-        gain: how many times as good the objective gets, above 1 where it is better; None where the plan without it
-            has no such figure.
-        gain_range: the bar of the gain, in which four of five measured gains lie; None where a figure has no bar.
-        misses: objectives that the plan with the proposal misses.
-    """
+    """A proposal and what it comes to."""
 
     proposal: Proposal
     plan: Plan
     numbers: Numbers
+    # How many times as good the objective gets, above 1 where it is better; None where the plan without it has no such
+    # figure.
     gain: float | None
+    # The bar of the gain, in which four of five measured gains lie; None where a figure has no bar.
     gain_range: tuple[float, float] | None
-    misses: tuple[str, ...]
+    misses: tuple[str, ...]  # objectives that the plan with the proposal misses
 
     @property
     def flags(self) -> str:
@@ -53,22 +49,15 @@ class Lever:
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """All levers that were tried for a plan.
-
-    Args:
-        why: why the objective is this one.
-        ranked: levers, the best first; those that newly miss an objective come last.
-        left_out: name of each change that is no lever, and the reason.
-        chain: levers on the same devices put together, each on top of those before it.
-    """
+    """All levers that were tried for a plan."""
 
     base: Plan
     numbers: Numbers
     objective: str
-    why: str
-    ranked: tuple[Lever, ...]
-    left_out: tuple[tuple[str, str], ...]
-    chain: tuple[Lever, ...]
+    why: str  # why the objective is this one
+    ranked: tuple[Lever, ...]  # levers, the best first; those that newly miss an objective come last
+    left_out: tuple[tuple[str, str], ...]  # name of each change that is no lever, and the reason
+    chain: tuple[Lever, ...]  # levers on the same devices put together, each on top of those before it
 
     @property
     def chain_gain(self) -> float | None:

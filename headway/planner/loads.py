@@ -32,23 +32,16 @@ LEAST_REQUESTS, OF_A_BAR, MOST_REQUESTS = 300, 150, 4000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times in seconds; means over requests. None where they have no bound, or nothing is decoded.
-
-    Args:
-        requests_per_s: requests a second that all lanes together answer.
-        running: sequences in an average step of a lane.
-        prompt_share: share of a lane's time that its prompts would take alone.
-        bubble: share of the time in which stages of a pipeline idle.
-    """
+    """Times in seconds; means over requests. None where they have no bound, or nothing is decoded."""
 
     ttft_s: float | None
     tpot_s: float | None
     ttlt_s: float | None
-    requests_per_s: float
-    running: float
-    prompt_share: float
+    requests_per_s: float  # requests a second that all lanes together answer
+    running: float  # sequences in an average step of a lane
+    prompt_share: float  # share of a lane's time that its prompts would take alone
     served: Served | None = None
-    bubble: float = 0.0
+    bubble: float = 0.0  # share of the time in which stages of a pipeline idle
 
 
 @dataclass(frozen=True)
@@ -56,17 +49,13 @@ class Lanes:
     """Engines that work beside each other, alike and independent: one for each data-parallel group of each replica.
 
     A pipeline is one lane, with a batch for each of its stages.
-
-    Args:
-        count: lanes of all replicas.
-        limits: limits of one lane.
     """
 
     deployment: Deployment
     workload: RequestShape
     replicas: int
-    count: int
-    limits: Limits
+    count: int  # lanes of all replicas
+    limits: Limits  # limits of one lane
 
     def at_rate(self, rate: float) -> Outcome:
         """What clients see at a rate, found with fewer requests than `under` takes: for the ends of an error bar."""

@@ -9,15 +9,12 @@ from headway.planner.plan import Estimate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """What speculative decoding multiplies a plan's times by; 1 without it.
+    """What speculative decoding multiplies a plan's times by; 1 without it."""
 
-    Args:
-        tpot: factor on TPOT. Decode steps are faster; what the prompts of others take of TPOT stays, as does TTFT.
-        answer: factor on the time of a whole answer. Tokens a second and dollars for a token follow it, but not under a
-            rate of arrivals, where as many tokens come as are asked for.
-    """
-
+    # Factor on TPOT. Decode steps are faster; what the prompts of others take of TPOT stays, as does TTFT.
     tpot: float = 1.0
+    # Factor on the time of a whole answer. Tokens a second and dollars for a token follow it, but not under a rate of
+    # arrivals, where as many tokens come as are asked for.
     answer: float = 1.0
 
 
@@ -34,18 +31,14 @@ def shortened(plan: Plan) -> Shortened:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The figures of a plan in seconds, tokens a second and dollars; None where the plan has no such figure.
-
-    Args:
-        tokens_per_s: output tokens of all devices; under a rate of arrivals, those that can be served at most.
-        cost: price of a million output tokens.
-    """
+    """The figures of a plan in seconds, tokens a second and dollars; None where the plan has no such figure."""
 
     ttft_s: float | None
     tpot_s: float | None
     e2el_s: float | None
+    # Output tokens of all devices; under a rate of arrivals, those that can be served at most.
     tokens_per_s: float | None
-    cost: float | None
+    cost: float | None  # price of a million output tokens
     devices: int
 
 

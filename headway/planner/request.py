@@ -44,18 +44,13 @@ class PlanError(ValueError):
 class Speculation:
     """Speculative decoding.
 
-    Args:
-        tokens: how many are proposed in each step (k).
-        acceptance: probability that a proposed token is accepted, given that those before it were.
-        draft: model that proposes; None for one whose time does not count (n-grams).
-
     Raises:
         PlanError: a number is out of its range.
     """
 
-    tokens: int
-    acceptance: float
-    draft: str | None = None
+    tokens: int  # how many are proposed in each step (k)
+    acceptance: float  # probability that a proposed token is accepted, given that those before it were
+    draft: str | None = None  # model that proposes; None for one whose time does not count (n-grams)
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MOST_SPECULATIVE_TOKENS:

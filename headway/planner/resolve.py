@@ -31,31 +31,23 @@ MOST_TENSOR_PARALLEL = 64  # largest size that is chosen without a --count; a po
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a request means.
-
-    Args:
-        prompt_tokens, output_tokens: tokens of a request.
-        dtype, quantization, kv_cache_dtype: what "auto" came to.
-        replicas: how often the deployment is there, on `devices` devices in all.
-        engine: the server whose rules and limits these are.
-        limits: limits of the engine that serves one data-parallel group.
-        settings: the same engine's settings that decide about memory.
-        machine: the calibrated machine that it is for; None for hardware of the catalogue.
-    """
+    """What a request means."""
 
     model: Model
+    # prompt_tokens, output_tokens: tokens of a request.
     prompt_tokens: int
     output_tokens: int
     deployment: Deployment
+    # dtype, quantization, kv_cache_dtype: what "auto" came to.
     dtype: str
     quantization: str
     kv_cache_dtype: str
-    replicas: int
+    replicas: int  # how often the deployment is there, on `devices` devices in all
     devices: int
-    engine: EngineProfile
-    limits: Limits
-    settings: Settings
-    machine: CalibratedMachine | None
+    engine: EngineProfile  # the server whose rules and limits these are
+    limits: Limits  # limits of the engine that serves one data-parallel group
+    settings: Settings  # the same engine's settings that decide about memory
+    machine: CalibratedMachine | None  # the calibrated machine that it is for; None for hardware of the catalogue
 
 
 def resolve(request: PlanRequest) -> Resolved:

@@ -25,20 +25,14 @@ NOTHING = Cell("–", "quiet")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under headings.
-
-    Args:
-        columns: headings; the first column is set to the left, the others to the right unless `left` names them.
-        rows: as many cells as columns each.
-        left: numbers of further columns with text.
-        note: a line below the table.
-    """
+    """Rows of cells under headings."""
 
     title: str
+    # Headings; the first column is set to the left, the others to the right unless `left` names them.
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    left: frozenset[int] = frozenset({0})
-    note: str = ""
+    rows: tuple[tuple[Cell, ...], ...]  # as many cells as columns each
+    left: frozenset[int] = frozenset({0})  # numbers of further columns with text
+    note: str = ""  # a line below the table
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -76,23 +70,16 @@ class Banner:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page, in this order.
-
-    Args:
-        paragraphs: plain text.
-        terms: a list of definitions: (term, meaning).
-        anchor: letters, digits and hyphens: makes it a link's target, and lists it at the top of the page.
-        folded: hidden until asked for (and shown in print).
-    """
+    """A part of a page, in this order."""
 
     title: str
-    paragraphs: tuple[str, ...] = ()
+    paragraphs: tuple[str, ...] = ()  # plain text
     banners: tuple[Banner, ...] = ()
-    terms: tuple[tuple[str, str], ...] = ()
+    terms: tuple[tuple[str, str], ...] = ()  # a list of definitions: (term, meaning)
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
-    anchor: str = ""
-    folded: bool = False
+    anchor: str = ""  # letters, digits and hyphens: makes it a link's target, and lists it at the top of the page
+    folded: bool = False  # hidden until asked for (and shown in print)
 
 
 @dataclass(frozen=True, slots=True)

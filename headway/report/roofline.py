@@ -39,16 +39,11 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points of one kind: FLOPs per byte across, FLOP/s in the unit of the plot up.
-
-    Args:
-        marker: a marker of matplotlib.
-        colour: a name of the palette.
-    """
+    """Points of one kind: FLOPs per byte across, FLOP/s in the unit of the plot up."""
 
     label: str
-    marker: str
-    colour: str
+    marker: str  # a marker of matplotlib
+    colour: str  # a name of the palette
     spots: Sequence[Spot]
 
 

@@ -26,15 +26,11 @@ class NamesClass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a request is promised, and who it is charged to.
-
-    Args:
-        service_tier: what OpenAI's clients call the class.
-        ttft_ms, tpot_ms: objectives of the request, from its class or tighter ones of its own; infinite for none.
-    """
+    """What a request is promised, and who it is charged to."""
 
     service: ServiceClass = BUILT_IN.default_class
-    service_tier: str = "default"
+    service_tier: str = "default"  # what OpenAI's clients call the class
+    # ttft_ms, tpot_ms: objectives of the request, from its class or tighter ones of its own; infinite for none.
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
     tenant: str = DEFAULT_TENANT

@@ -17,16 +17,12 @@ _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """Where a request's span belongs (W3C Trace Context, level 1).
+    """Where a request's span belongs (W3C Trace Context, level 1)."""
 
-    Args:
-        trace_id, span_id: 16 and 8 bytes; without a span, the trace begins here.
-        sampled: whoever began the trace wants it to be kept.
-    """
-
+    # trace_id, span_id: 16 and 8 bytes; without a span, the trace begins here.
     trace_id: bytes
     span_id: bytes = b""
-    sampled: bool = True
+    sampled: bool = True  # whoever began the trace wants it to be kept
 
 
 def parent_in(headers: Mapping[str, str]) -> TraceParent:
@@ -39,14 +35,7 @@ def parent_in(headers: Mapping[str, str]) -> TraceParent:
 
 @dataclass(slots=True)
 class Ended:
-    """One choice of a request that has ended. Nobody changes it; frozen, it would take thrice as long to make.
-
-    Args:
-        timings: None where the engine's part is not known.
-        phases_ns: the closed ledger, without `send`; empty where the engine's part is not known.
-        error: why it failed; empty where it did not.
-        client_request_id: the client's x-request-id; empty where it sent none.
-    """
+    """One choice of a request that has ended. Nobody changes it; frozen, it would take thrice as long to make."""
 
     parent: TraceParent
     name: str
@@ -55,16 +44,16 @@ class Ended:
     index: int
     reason: str
     stamps: Stamps
-    timings: SequenceTimings | None
-    phases_ns: dict[str, int]
+    timings: SequenceTimings | None  # None where the engine's part is not known
+    phases_ns: dict[str, int]  # the closed ledger, without `send`; empty where the engine's part is not known
     prompt_tokens: int
     cached_tokens: int
     tokens: int
     params: SamplingParams
     terms: Terms
     ended_ns: int
-    error: str = ""
-    client_request_id: str = ""
+    error: str = ""  # why it failed; empty where it did not
+    client_request_id: str = ""  # the client's x-request-id; empty where it sent none
 
     @property
     def e2e_ns(self) -> int:

@@ -49,17 +49,13 @@ class Stamps:
 
 @dataclass(slots=True)
 class ChoiceTimings:
-    """One choice's chain, from the request's first byte until the answer that contains it is made.
-
-    Args:
-        drafts: how many were tried, and how many accepted.
-    """
+    """One choice's chain, from the request's first byte until the answer that contains it is made."""
 
     stamps: Stamps
     engine: SequenceTimings
     tokens: int
     terms: Terms = field(default_factory=Terms)
-    drafts: tuple[int, int] = (0, 0)
+    drafts: tuple[int, int] = (0, 0)  # how many were tried, and how many accepted
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,19 +21,14 @@ from headway.simulator.answers import Choice
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The adapters of a server, and what they cost.
+    """The adapters of a server, and what they cost."""
 
-    Args:
-        count: how many there are. A request that names none is for one of them: the popularity of the n-th is
-            n ** -exponent (Zipf's law).
-        load_ns: nanoseconds of a load.
-        step_ns: what each adapter that a step has adds to it.
-    """
-
+    # How many there are. A request that names none is for one of them: the popularity of the n-th is n ** -exponent
+    # (Zipf's law).
     count: int
     exponent: float
-    load_ns: int
-    step_ns: int
+    load_ns: int  # nanoseconds of a load
+    step_ns: int  # what each adapter that a step has adds to it
 
     @cached_property
     def _popularity(self) -> list[float]:

@@ -31,26 +31,17 @@ class EngineDied(Exception):
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a choice of a request.
-
-    Args:
-        arrived_ns: when the request's last byte came.
-        token_ns: when each token was there.
-        finish_reason: None where the request was refused.
-        refused: why it was, in words.
-        is_final: it would have been refused at any time.
-        ledger: the ledger from its arrival to its end.
-    """
+    """What became of a choice of a request."""
 
     request_id: str
     index: int
     prompt_len: int
-    arrived_ns: int
-    token_ns: array[int] = field(default_factory=lambda: array("q"))
-    finish_reason: FinishReason | None = None
-    refused: str = ""
-    is_final: bool = False
-    ledger: Ledger = field(default_factory=Ledger)
+    arrived_ns: int  # when the request's last byte came
+    token_ns: array[int] = field(default_factory=lambda: array("q"))  # when each token was there
+    finish_reason: FinishReason | None = None  # None where the request was refused
+    refused: str = ""  # why it was, in words
+    is_final: bool = False  # it would have been refused at any time
+    ledger: Ledger = field(default_factory=Ledger)  # the ledger from its arrival to its end
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -68,20 +59,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Present:
-    """A request that has not ended.
-
-    Args:
-        choices: choices that the engine has.
-        left: how many choices have not ended.
-        reservation: its number, where there are quotas.
-    """
+    """A request that has not ended."""
 
     arrival: Arrival
     answers: list[Answer]
     place: Place
-    left: int
-    choices: list[Choice] = field(default_factory=list)
-    reservation: int | None = None
+    left: int  # how many choices have not ended
+    choices: list[Choice] = field(default_factory=list)  # choices that the engine has
+    reservation: int | None = None  # its number, where there are quotas
 
     def resume(self, lost: list[Choice], died: EngineDied) -> None:
         """The engine that had it has died: have the request say what is known of the choices that it had."""
@@ -110,19 +95,15 @@ class Present:
 
 @dataclass(slots=True)
 class Choice:
-    """A choice in the engine.
-
-    Args:
-        until_last: tokens that it has when its last one is due.
-        until_next: tokens that it has when something is to be done about them: of the first, and when the last is due.
-        since: the number of the step from which on it had a token in each that is not noted yet; -1 where all are.
-    """
+    """A choice in the engine."""
 
     of: Present
     answer: Answer
     sequence: Sequence
-    until_last: int
+    until_last: int  # tokens that it has when its last one is due
+    # Tokens that it has when something is to be done about them: of the first, and when the last is due.
     until_next: int = 1
+    # The number of the step from which on it had a token in each that is not noted yet; -1 where all are.
     since: int = -1
 
 

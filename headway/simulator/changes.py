@@ -14,13 +14,9 @@ CHANGEABLE = (ServerOptions, SchedulingOptions)
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A server with some flags changed.
+    """A server with some flags changed."""
 
-    Args:
-        text: as it was given.
-    """
-
-    text: str
+    text: str  # as it was given
     changes: tuple[Change, ...]
 
     def deploy(self, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:

@@ -31,16 +31,12 @@ _UNSERVED = {
 
 @dataclass(slots=True)
 class _Due:
-    """A request and its arrival.
-
-    Args:
-        prompt: its ids, where another request goes on from it.
-    """
+    """A request and its arrival."""
 
     planned: PlannedRequest
     record: RequestRecord
     arrival: Arrival
-    prompt: list[int]
+    prompt: list[int]  # its ids, where another request goes on from it
     graph: Graph
 
 

@@ -129,21 +129,15 @@ class ServerOptions(DeploymentOptions):
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A server that nothing has come to.
-
-    Args:
-        about: JSON-able, what it is.
-        quotas: what its tenants may use; None without a file of tenants.
-        deployment: None where its times do not come from the cost model.
-    """
+    """A server that nothing has come to."""
 
     scheduler: Scheduler
     timing: DecodeTiming
     limits: QueueLimits
     host: Host
-    about: dict[str, Any]
-    quotas: Quotas | None = None
-    deployment: Deployment | None = None
+    about: dict[str, Any]  # JSON-able, what it is
+    quotas: Quotas | None = None  # what its tenants may use; None without a file of tenants
+    deployment: Deployment | None = None  # None where its times do not come from the cost model
     drafts: DraftPlan | None = None
     adapters: AdapterPlan | None = None
     is_static: bool = False

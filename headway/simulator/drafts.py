@@ -29,19 +29,13 @@ _CONTEXT = 64  # contexts of passes are rounded, as most are then alike to one b
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """How drafts are made and how often they are right.
+    """How drafts are made and how often they are right."""
 
-    Args:
-        most: most drafts behind a token.
-        acceptance: the chance that a draft is right where those before it are, by its place; the last one goes on.
-        model: the draft model on its hardware; None for n-grams.
-        found: the chance that n-grams find any.
-    """
-
-    most: int
+    most: int  # most drafts behind a token
+    # The chance that a draft is right where those before it are, by its place; the last one goes on.
     acceptance: tuple[float, ...]
-    model: Deployment | None = None
-    found: float = 1.0
+    model: Deployment | None = None  # the draft model on its hardware; None for n-grams
+    found: float = 1.0  # the chance that n-grams find any
 
     def chance(self, at: int) -> float:
         return self.acceptance[min(at, len(self.acceptance) - 1)]
@@ -49,14 +43,11 @@ class DraftPlan:
 
 @dataclass(slots=True)
 class Drafts:
-    """Has the scheduler of a simulated engine try drafts, and says what is drawn behind them.
-
-    Attributes:
-        tried, accepted: how many drafts, since the beginning.
-    """
+    """Has the scheduler of a simulated engine try drafts, and says what is drawn behind them."""
 
     plan: DraftPlan
     scheduler: Scheduler
+    # tried, accepted: how many drafts, since the beginning.
     tried: int = 0
     accepted: int = 0
     _policy: Speculation = field(init=False)

@@ -30,21 +30,15 @@ IDLE_NS, STUCK_NS = 1_000_000, 600_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The nanoseconds that a server takes beside its steps.
+    """The nanoseconds that a server takes beside its steps."""
 
-    Args:
-        request_ns: for a request until the engine has it, without tokenizing.
-        token_ns: for tokenizing a token of a prompt. Prompts are tokenized one after the other.
-        message_ns: for a message that the engine takes up between two steps.
-        output_ns: for each sequence that runs when a request comes: the tokens of a step are sent one after the other,
-            and requests are taken up in between.
-        ahead: the next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
-    """
-
-    request_ns: int = 0
-    token_ns: float = 0.0
-    message_ns: int = 0
+    request_ns: int = 0  # for a request until the engine has it, without tokenizing
+    token_ns: float = 0.0  # for tokenizing a token of a prompt. Prompts are tokenized one after the other.
+    message_ns: int = 0  # for a message that the engine takes up between two steps
+    # For each sequence that runs when a request comes: the tokens of a step are sent one after the other, and requests
+    # are taken up in between.
     output_ns: int = 0
+    # The next step is scheduled when one begins, so that what comes meanwhile waits for a further one.
     ahead: bool = False
 
 

@@ -26,45 +26,30 @@ PREFILL, DECODE = ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a fleet grows and shrinks.
-
-    Args:
-        make: a server that nothing has come to.
-        startup_ns: until a server that is started takes requests.
-    """
+    """How a fleet grows and shrinks."""
 
     scaler: Scaler
-    make: Callable[[], Server]
-    startup_ns: int
+    make: Callable[[], Server]  # a server that nothing has come to
+    startup_ns: int  # until a server that is started takes requests
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A server is gone with all that it had, and takes requests again at `back_ns`.
-
-    Args:
-        replica: its number, from 0.
-    """
+    """A server is gone with all that it had, and takes requests again at `back_ns`."""
 
     at_ns: int
-    replica: int
+    replica: int  # its number, from 0
     back_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The cost of sending keys and values from a server to another, one request after the other.
+    """The cost of sending keys and values from a server to another, one request after the other."""
 
-    Args:
-        token_bytes: bytes that each device sends for a token; devices send at the same time.
-        bytes_per_s: the rate of a device.
-        chunk_tokens: of a chunk, which is sent while the next one is computed; 0 where all is sent at the end.
-    """
-
-    token_bytes: float = 0.0
-    bytes_per_s: float = 1.0
+    token_bytes: float = 0.0  # bytes that each device sends for a token; devices send at the same time
+    bytes_per_s: float = 1.0  # the rate of a device
     latency_s: float = 0.0
-    chunk_tokens: int = 0
+    chunk_tokens: int = 0  # of a chunk, which is sent while the next one is computed; 0 where all is sent at the end
 
     def ns(self, tokens: int) -> int:
         """Nanoseconds until so many tokens are sent."""
@@ -83,32 +68,19 @@ NO_HANDOVER = Handover()
 
 @dataclass(slots=True)
 class Replica:
-    """A server of a fleet, and when it is there.
-
-    Args:
-        role: prefill computes prompts, and decode the rest, of the same requests; empty does both.
-        weight: the weight by which routers divide its load.
-        handover: the handover of what it has computed of prompts.
-        started_ns: it costs from then on.
-        ready_ns: it takes requests from then on.
-        left_ns: it takes no more requests, but ends those that it has; NEVER while it stays.
-        routed: requests that it got.
-        failures: how often it was gone.
-        sends_until_ns: what it has computed of prompts.
-        seen: what routers see of it; the fleet gives that its name.
-    """
+    """A server of a fleet, and when it is there."""
 
     server: Server
-    role: str = ""
-    weight: float = 1.0
-    handover: Handover = NO_HANDOVER
-    started_ns: int = 0
-    ready_ns: int = 0
-    left_ns: int = NEVER
-    routed: int = 0
-    failures: int = 0
-    sends_until_ns: int = 0
-    seen: Backend = field(init=False)
+    role: str = ""  # prefill computes prompts, and decode the rest, of the same requests; empty does both
+    weight: float = 1.0  # the weight by which routers divide its load
+    handover: Handover = NO_HANDOVER  # the handover of what it has computed of prompts
+    started_ns: int = 0  # it costs from then on
+    ready_ns: int = 0  # it takes requests from then on
+    left_ns: int = NEVER  # it takes no more requests, but ends those that it has; NEVER while it stays
+    routed: int = 0  # requests that it got
+    failures: int = 0  # how often it was gone
+    sends_until_ns: int = 0  # what it has computed of prompts
+    seen: Backend = field(init=False)  # what routers see of it; the fleet gives that its name
 
     def __post_init__(self) -> None:
         self.seen = Backend("", self.server.queues, self.weight)

@@ -24,16 +24,13 @@ MOST_REPLICAS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FleetFile:
-    """The contents of a file of a fleet.
-
-    Args:
-        failures: in order of time: replica, when, and for how long it is down, in seconds.
-        every_s, down_s: mean time between failures of a replica, and until it is started again; both exponential.
-            None for no random failures.
-    """
+    """The contents of a file of a fleet."""
 
     kinds: tuple[Kind, ...]
+    # In order of time: replica, when, and for how long it is down, in seconds.
     failures: tuple[tuple[int, float, float], ...] = ()
+    # every_s, down_s: mean time between failures of a replica, and until it is started again; both exponential. None
+    # for no random failures.
     every_s: float | None = None
     down_s: float = 0.0
     path: str = field(default="", compare=False)

@@ -25,16 +25,12 @@ class TooFewSteps(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step that followed another, with work left to do between them.
-
-    Args:
-        between_ns: nanoseconds from the end of the last step until this one was launched.
-        forward_ns, sampling_ns: nanoseconds until its logits were there, and from then until its tokens were known.
-    """
+    """A step that followed another, with work left to do between them."""
 
     work: StepWork
     sequences: int
-    between_ns: int
+    between_ns: int  # nanoseconds from the end of the last step until this one was launched
+    # forward_ns, sampling_ns: nanoseconds until its logits were there, and from then until its tokens were known.
     forward_ns: int
     sampling_ns: int
 

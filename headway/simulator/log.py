@@ -19,29 +19,21 @@ def _counts() -> array[int]:
 
 @dataclass(slots=True)
 class StepLog:
-    """A row for each step that ran.
+    """A row for each step that ran."""
 
-    Args:
-        planned_ns, launched_ns, computed_ns, sampled_ns: when.
-        tokens: computed.
-        sequences: sequences that had a part in it.
-        running, waiting: sequences at its end.
-        blocks: blocks that sequences hold at its end.
-        preempted: sequences.
-        engines_lost: engines that died in a step, which is not in the log.
-    """
-
+    # planned_ns, launched_ns, computed_ns, sampled_ns: when.
     planned_ns: array[int] = field(default_factory=_times)
     launched_ns: array[int] = field(default_factory=_times)
     computed_ns: array[int] = field(default_factory=_times)
     sampled_ns: array[int] = field(default_factory=_times)
-    tokens: array[int] = field(default_factory=_counts)
-    sequences: array[int] = field(default_factory=_counts)
+    tokens: array[int] = field(default_factory=_counts)  # computed
+    sequences: array[int] = field(default_factory=_counts)  # sequences that had a part in it
+    # running, waiting: sequences at its end.
     running: array[int] = field(default_factory=_counts)
     waiting: array[int] = field(default_factory=_counts)
-    blocks: array[int] = field(default_factory=_counts)
-    preempted: array[int] = field(default_factory=_counts)
-    engines_lost: int = 0
+    blocks: array[int] = field(default_factory=_counts)  # blocks that sequences hold at its end
+    preempted: array[int] = field(default_factory=_counts)  # sequences
+    engines_lost: int = 0  # engines that died in a step, which is not in the log
 
     def __len__(self) -> int:
         return len(self.sampled_ns)

@@ -27,20 +27,14 @@ Deploy = Callable[[ServerOptions, SchedulingOptions], Deployed]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Servers of a fleet that are alike.
-
-    Args:
-        changes: flags of the server and of its scheduler that differ from those of the command line.
-        role: see `Fleet`.
-        weight: None is its speed.
-        price_per_hour: the price of one; None is that of the command line.
-    """
+    """Servers of a fleet that are alike."""
 
     count: int = 1
+    # Flags of the server and of its scheduler that differ from those of the command line.
     changes: tuple[Change, ...] = ()
-    role: str = ""
-    weight: float | None = None
-    price_per_hour: float | None = None
+    role: str = ""  # see `Fleet`
+    weight: float | None = None  # None is its speed
+    price_per_hour: float | None = None  # the price of one; None is that of the command line
 
     def deploy(self, how: Deploy, server: ServerOptions, scheduling: SchedulingOptions) -> Deployed:
         """Deploy a server of this kind. Raises ValueError like deploy()."""
@@ -59,16 +53,12 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A server of a fleet, with nothing in it.
-
-    Args:
-        make: another one like it.
-    """
+    """A server of a fleet, with nothing in it."""
 
     deployed: Deployed
     kind: Kind
     weight: float
-    make: Callable[[], Deployed]
+    make: Callable[[], Deployed]  # another one like it
 
     def replica(self) -> Replica:
         """Make this server as a part of the fleet."""

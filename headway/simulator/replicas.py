@@ -19,19 +19,12 @@ Probe = Callable[[int, int], ProbeOutcome]
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The result of a search.
+    """The result of a search."""
 
-    Args:
-        fewest: the fewest replicas that are enough; None if no number was shown to be.
-        trials: the trials of each number of replicas.
-        target: share of requests that must meet their objectives.
-        reason: why there is no such number.
-    """
-
-    fewest: int | None
-    trials: dict[int, Trial]
-    target: float
-    reason: str = ""
+    fewest: int | None  # the fewest replicas that are enough; None if no number was shown to be
+    trials: dict[int, Trial]  # the trials of each number of replicas
+    target: float  # share of requests that must meet their objectives
+    reason: str = ""  # why there is no such number
 
 
 def fewest_replicas(probe: Probe, target: float) -> Replicas:

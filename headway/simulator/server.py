@@ -36,16 +36,11 @@ Sends = Callable[[Arrival, int], bool]
 
 @dataclass(slots=True)
 class Simulated:
-    """The result of a simulation.
+    """The result of a simulation."""
 
-    Args:
-        answers: in order of arrival.
-        ended_ns: when nothing was left to do.
-    """
-
-    answers: list[Answer]
+    answers: list[Answer]  # in order of arrival
     steps: StepLog
-    ended_ns: int
+    ended_ns: int  # when nothing was left to do
 
 
 def simulate(

@@ -26,17 +26,12 @@ from headway.simulator.timing import Predicted
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An answer of a batch.
-
-    Args:
-        most: tokens that it may have, for which memory is kept.
-        output: tokens that it will have.
-    """
+    """An answer of a batch."""
 
     of: Present
     answer: Answer
-    most: int
-    output: int
+    most: int  # tokens that it may have, for which memory is kept
+    output: int  # tokens that it will have
 
 
 class StaticServer(Server):

@@ -89,15 +89,11 @@ class Predicted:
     Sequences that decode count as one chunk of their mean context, apart by the windows that they have filled: between
     two window sizes a decode's work is linear in its context. The mean is rounded to multiples of CONTEXT, so
     that most steps are alike to one before, and are not computed again.
-
-    Args:
-        cached: tokens that each sequence has before its own, in the prefix cache.
-        alike: sequences that each one stands for.
     """
 
     deployment: Deployment
-    cached: int = 0
-    alike: int = 1
+    cached: int = 0  # tokens that each sequence has before its own, in the prefix cache
+    alike: int = 1  # sequences that each one stands for
     _windows: list[int] = field(init=False)
     _known: dict[tuple[Chunk, ...], tuple[int, int, int]] = field(init=False, default_factory=dict)
     _known_before: dict[tuple[Chunk, ...], tuple[int, int, int]] = field(init=False, default_factory=dict)
@@ -216,13 +212,9 @@ def _times(parts: tuple[int, int, int], now: int) -> StepTimes:
 
 @dataclass(slots=True)
 class Staged(Predicted):
-    """The steps of all batches of a pipeline: each goes through the slowest stage after those planned before it.
+    """The steps of all batches of a pipeline: each goes through the slowest stage after those planned before it."""
 
-    Attributes:
-        stages_ns: how long stages were busy, all together.
-    """
-
-    stages_ns: int = field(init=False, default=0)
+    stages_ns: int = field(init=False, default=0)  # how long stages were busy, all together
     _free_ns: int = field(init=False, default=0)  # the slowest stage
     _paces: dict[tuple[Chunk, ...], int] = field(init=False, default_factory=dict)
 

@@ -16,21 +16,14 @@ _OWN, _ANSWER, EOS = 1 << 22, 1 << 28, 1 << 29  # in one digit of Python's integ
 
 @dataclass(slots=True)
 class Arrival:
-    """A request that comes to a server.
+    """A request that comes to a server."""
 
-    Args:
-        at_ns: when its last byte comes.
-        request: the server fills in its times.
-        output_len: tokens after which the model ends each of its answers; None lets them go on to max_tokens.
-        cancel_ns: when its client goes away, if it is still there.
-        answer: the token that its answers consist of.
-    """
-
-    at_ns: int
-    request: Request
+    at_ns: int  # when its last byte comes
+    request: Request  # the server fills in its times
+    # Tokens after which the model ends each of its answers; None lets them go on to max_tokens.
     output_len: int | None = None
-    cancel_ns: int | None = None
-    answer: int = _ANSWER
+    cancel_ns: int | None = None  # when its client goes away, if it is still there
+    answer: int = _ANSWER  # the token that its answers consist of
 
 
 def arrival(

@@ -61,24 +61,18 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was measured beside what was predicted.
+    """What was measured beside what was predicted."""
 
-    Args:
-        differences: the difference in each statistic for which both samples are large enough; a is measured, b
-            predicted.
-        distances: Kolmogorov and Smirnov's distance of each metric: the most by which the shares of latencies below a
-            value differ.
-        throughput: output tokens a second, measured and predicted.
-        slower: the time of each measured run's steps over their time by the runs around it, for the same work. It
-            differs from 1 because of the machine, not of the simulator.
-        by_own_steps: predicted over measured for each metric and statistic, if steps take as long as those of the
-            measured runs themselves: the simulator's error on a machine that does not change.
-    """
-
+    # The difference in each statistic for which both samples are large enough; a is measured, b predicted.
     differences: tuple[Difference, ...]
+    # Kolmogorov and Smirnov's distance of each metric: the most by which the shares of latencies below a value differ.
     distances: dict[str, float]
-    throughput: tuple[float, float]
+    throughput: tuple[float, float]  # output tokens a second, measured and predicted
+    # The time of each measured run's steps over their time by the runs around it, for the same work. It differs from 1
+    # because of the machine, not of the simulator.
     slower: tuple[float, ...] = ()
+    # Predicted over measured for each metric and statistic, if steps take as long as those of the measured runs
+    # themselves: the simulator's error on a machine that does not change.
     by_own_steps: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property

@@ -25,17 +25,11 @@ TAUGHT = 200  # steps that a scheduler's own step-time model is given
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A simulated time.
+    """A simulated time."""
 
-    Args:
-        distances: of the requests with objectives, by seq_id.
-        others_ns: the time from arrival to end of each of the others.
-        steps: that were simulated.
-    """
-
-    distances: Mapping[int, float]
-    others_ns: Mapping[int, float]
-    steps: int
+    distances: Mapping[int, float]  # of the requests with objectives, by seq_id
+    others_ns: Mapping[int, float]  # the time from arrival to end of each of the others
+    steps: int  # that were simulated
 
 
 class Forecaster:

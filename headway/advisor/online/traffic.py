@@ -23,17 +23,13 @@ _UNSERVED = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.LATE)
 
 @dataclass(slots=True)
 class Seen:
-    """A sequence that came.
-
-    Args:
-        first_ns, ended_ns: when it had its first token, and ended; 0 where it has not.
-        tokens: generated; known at its end.
-    """
+    """A sequence that came."""
 
     arrival: Arrival
+    # first_ns, ended_ns: when it had its first token, and ended; 0 where it has not.
     first_ns: int = 0
     ended_ns: int = 0
-    tokens: int = 0
+    tokens: int = 0  # generated; known at its end
     reason: FinishReason | None = None
 
     @property
@@ -58,18 +54,13 @@ def distance_of(arrival: Arrival, ttft_ns: float, tpot_ns: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came in a time, in the mean.
+    """What came in a time, in the mean."""
 
-    Args:
-        rate: requests per second.
-        prompt, output: tokens of each.
-        classes: the share of the requests by class.
-    """
-
-    rate: float
+    rate: float  # requests per second
+    # prompt, output: tokens of each.
     prompt: float
     output: float
-    classes: dict[str, float]
+    classes: dict[str, float]  # the share of the requests by class
 
     def unlike(self, other: Load, may_be_more: bool = False) -> str:
         """What makes the two so different that figures of one say nothing of the other; empty where nothing does.
@@ -95,17 +86,11 @@ UNLIKE, UNLIKE_SHARE = math.log(1.6), 0.25
 
 @dataclass(slots=True)
 class History:
-    """The last requests and steps of a server.
+    """The last requests and steps of a server."""
 
-    Attributes:
-        engine: what the newest engine process said of itself; None before the first.
-        engines: how many there were.
-        now: the time of the newest record.
-    """
-
-    engine: RecordedEngine | None = None
-    engines: int = 0
-    now: int = 0
+    engine: RecordedEngine | None = None  # what the newest engine process said of itself; None before the first
+    engines: int = 0  # how many there were
+    now: int = 0  # the time of the newest record
     steps: deque[RecordedStep] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     _drafts: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     _requests: dict[tuple[int, int], Seen] = field(default_factory=dict)  # in order of arrival

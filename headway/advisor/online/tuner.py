@@ -55,34 +55,23 @@ Kind = Literal["tried", "kept", "rolled back", "went back", "recommended"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Something that the server is to know.
-
-    Args:
-        words: one line.
-        options: the settings from now on; None leaves them.
-    """
+    """Something that the server is to know."""
 
     kind: Kind
-    words: str
-    options: SchedulingOptions | None = None
+    words: str  # one line
+    options: SchedulingOptions | None = None  # the settings from now on; None leaves them
     change: str = ""
 
 
 @dataclass(slots=True)
 class Period:
-    """A time in which the settings were the same.
-
-    Args:
-        measured: the loss of its requests.
-        simulated: the same as simulated with the settings before a trial; None outside of one.
-        distances: of these requests.
-    """
+    """A time in which the settings were the same."""
 
     began: int
     ended: int
-    measured: float = 0.0
-    simulated: float | None = None
-    distances: list[float] = field(default_factory=list)
+    measured: float = 0.0  # the loss of its requests
+    simulated: float | None = None  # the same as simulated with the settings before a trial; None outside of one
+    distances: list[float] = field(default_factory=list)  # of these requests
 
     @property
     def beside(self) -> float:
@@ -92,19 +81,13 @@ class Period:
 
 @dataclass(slots=True)
 class Trial:
-    """A change that is being tried.
-
-    Args:
-        before: settings without it.
-        periods: the last ones before it.
-        usual: mean and standard deviation of the distances before it.
-    """
+    """A change that is being tried."""
 
     prediction: Prediction
-    before: SchedulingOptions
-    periods: list[Period]
+    before: SchedulingOptions  # settings without it
+    periods: list[Period]  # the last ones before it
     load: Load
-    usual: tuple[float, float]
+    usual: tuple[float, float]  # mean and standard deviation of the distances before it
     began: int
     engines: int
     after: list[Period] = field(default_factory=list)

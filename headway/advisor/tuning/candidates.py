@@ -22,15 +22,11 @@ NORMAL_80 = 1.2816  # standard deviations on either side of an 80 % bar
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a candidate.
-
-    Args:
-        times: how many times nearer to their objectives the slowest requests come.
-        low, high: its 80 % bar.
-    """
+    """What the simulator says of a candidate."""
 
     change: Change
-    times: float
+    times: float  # how many times nearer to their objectives the slowest requests come
+    # low, high: its 80 % bar.
     low: float
     high: float
 

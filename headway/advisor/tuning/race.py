@@ -57,14 +57,10 @@ def attainment(found: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What pairs of runs of the same requests say of a candidate.
+    """What pairs of runs of the same requests say of a candidate."""
 
-    Args:
-        gains: for each pair, how much smaller the candidate's loss was.
-        fewest, most: pairs before the first and before the last look.
-    """
-
-    gains: tuple[float, ...]
+    gains: tuple[float, ...]  # for each pair, how much smaller the candidate's loss was
+    # fewest, most: pairs before the first and before the last look.
     fewest: int = FEWEST_PAIRS
     most: int = MOST_PAIRS
 

@@ -48,21 +48,16 @@ class Trial:
 
 @dataclass(slots=True)
 class Tuned:
-    """What a tuning found.
+    """What a tuning found."""
 
-    Args:
-        before, after: summaries of the runs of the configuration at the beginning and at the end.
-        changes: what was kept, in order.
-        left: predictions of the candidates that were not tried on top of what was kept, the best first.
-        why: why no more was tried.
-    """
-
+    # before, after: summaries of the runs of the configuration at the beginning and at the end.
     before: list[dict[str, Any]] = field(default_factory=list)
     after: list[dict[str, Any]] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)  # what was kept, in order
     trials: list[Trial] = field(default_factory=list)
+    # Predictions of the candidates that were not tried on top of what was kept, the best first.
     left: list[Prediction] = field(default_factory=list)
-    why: str = ""
+    why: str = ""  # why no more was tried
 
 
 def run_tuning(options: TuneOptions, progress: Console) -> Tuned:

@@ -58,15 +58,11 @@ class Reply(Receiver):
 
 @dataclass(slots=True)
 class Asker:
-    """Asks one endpoint.
-
-    Args:
-        ready_by: until this time.monotonic() a server that is not ready is asked again.
-    """
+    """Asks one endpoint."""
 
     endpoint: Endpoint
     client: HttpClient
-    ready_by: float = 0.0
+    ready_by: float = 0.0  # until this time.monotonic() a server that is not ready is asked again
 
     @classmethod
     @asynccontextmanager

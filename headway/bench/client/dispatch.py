@@ -32,24 +32,19 @@ class LoadMode(StrEnum):
 class Pace:
     """When requests are sent, and how long they are awaited.
 
-    Args:
-        max_concurrency: most requests under way; in mode CLOSED the number of users, and needed.
-        users: in mode OPEN, of classes that are closed loops of their own.
-        duration_s: what is due later is not sent; what is under way then is awaited.
-        drain_s: when nothing is left to send, and for so long no request was sent or has ended, the run ends and the
-            requests in flight fail with DRAIN_LIMIT. None sets no limit.
-        grace_s: how long requests under way are awaited after a run is stopped.
-
     Raises:
         BenchError: the drain time is not finite.
     """
 
     mode: LoadMode = LoadMode.OPEN
-    max_concurrency: int | None = None
+    max_concurrency: int | None = None  # most requests under way; in mode CLOSED the number of users, and needed
+    # In mode OPEN, of classes that are closed loops of their own.
     users: Mapping[str, int] = field(default_factory=dict)
-    duration_s: float | None = None
+    duration_s: float | None = None  # what is due later is not sent; what is under way then is awaited
+    # When nothing is left to send, and for so long no request was sent or has ended, the run ends and the requests in
+    # flight fail with DRAIN_LIMIT. None sets no limit.
     drain_s: float | None = None
-    grace_s: float = 2.0
+    grace_s: float = 2.0  # how long requests under way are awaited after a run is stopped
 
     def __post_init__(self) -> None:
         if self.drain_s is not None and not 0 <= self.drain_s < math.inf:
@@ -105,31 +100,21 @@ class Loop:
 
 @dataclass(slots=True)
 class Graph:
-    """Requests that wait for each other, such as the turns of a conversation, while they are sent.
+    """Requests that wait for each other, such as the turns of a conversation, while they are sent."""
 
-    Args:
-        began_ns: when its first requests were due.
-        loop: the closed loop whose user sends them; None in an open loop.
-        left: requests that are due or will be, and have not ended.
-    """
-
-    began_ns: int
-    loop: Loop | None = None
-    left: int = 0
+    began_ns: int  # when its first requests were due
+    loop: Loop | None = None  # the closed loop whose user sends them; None in an open loop
+    left: int = 0  # requests that are due or will be, and have not ended
 
 
 @dataclass(slots=True)
 class _Due:
-    """A request and when it is due.
-
-    Args:
-        prompt: the prompt of one that goes on from another.
-    """
+    """A request and when it is due."""
 
     planned: PlannedRequest
     at_ns: int
     graph: Graph
-    prompt: Prompt | None = None
+    prompt: Prompt | None = None  # the prompt of one that goes on from another
 
 
 class Dispatch:

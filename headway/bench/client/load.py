@@ -35,23 +35,16 @@ class LoadOutcome(RunResult):
     There is a record for each request that was due. One that was due and never sent has sent_ns == 0 and is
     ABANDONED: a request that it waited for failed, or it still had no place when the run ended. The client's start lags
     count from when a request was due, or got its place, to when it was sent.
-
-    Args:
-        never_due: requests whose time had not come when the run ended; they have no records.
-        waited_for_place: requests of an open loop with a max_concurrency that were due and had to wait: as far as they
-            did, the load was not that of the schedule. Their latency from the schedule holds the wait.
-        longest_wait_ms: the longest wait of these.
-        abandoned_in_flight: requests cancelled because the run was stopped or its drain limit reached.
-        warm_up_failures: the failures of those warm-ups that failed.
-        gave_up: why nothing was measured: all warm-ups failed. None otherwise.
     """
 
-    never_due: int = 0
+    never_due: int = 0  # requests whose time had not come when the run ended; they have no records
+    # Requests of an open loop with a max_concurrency that were due and had to wait: as far as they did, the load was
+    # not that of the schedule. Their latency from the schedule holds the wait.
     waited_for_place: int = 0
-    longest_wait_ms: float = 0.0
-    abandoned_in_flight: int = 0
-    warm_up_failures: list[Failure] = field(default_factory=list)
-    gave_up: str | None = None
+    longest_wait_ms: float = 0.0  # the longest wait of these
+    abandoned_in_flight: int = 0  # requests cancelled because the run was stopped or its drain limit reached
+    warm_up_failures: list[Failure] = field(default_factory=list)  # the failures of those warm-ups that failed
+    gave_up: str | None = None  # why nothing was measured: all warm-ups failed. None otherwise.
 
 
 async def run_load(

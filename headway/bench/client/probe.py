@@ -48,29 +48,20 @@ _VERSION_AT = {
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What is known of a server.
+    """What is known of a server."""
 
-    Args:
-        endpoint: how it is asked: as the user wants it, with all that helps a measurement and that it understands. It
-            has a cache_salt where the server honours one.
-        kind: a key of NAMES.
-        root: the folder, or the hub's id, of the model that it serves; where it does not tell, the model's name.
-        version: None where it does not tell.
-        max_model_len: tokens of prompt and answer together; None where it does not tell.
-        metrics, tokenize: whether it has these routes.
-        speculates: its metrics say that it tries drafts (Headway, vLLM).
-        token_id_prompts: /v1/completions takes token ids.
-    """
-
+    # How it is asked: as the user wants it, with all that helps a measurement and that it understands. It has a
+    # cache_salt where the server honours one.
     endpoint: Endpoint
-    kind: str
-    root: str
-    version: str | None
-    max_model_len: int | None
+    kind: str  # a key of NAMES
+    root: str  # the folder, or the hub's id, of the model that it serves; where it does not tell, the model's name
+    version: str | None  # None where it does not tell
+    max_model_len: int | None  # tokens of prompt and answer together; None where it does not tell
+    # metrics, tokenize: whether it has these routes.
     metrics: bool
     tokenize: bool
-    token_id_prompts: bool
-    speculates: bool = False
+    token_id_prompts: bool  # /v1/completions takes token ids
+    speculates: bool = False  # its metrics say that it tries drafts (Headway, vLLM)
 
     @property
     def name(self) -> str:

@@ -48,14 +48,10 @@ class Share:
 
 @dataclass(slots=True)
 class Told:
-    """What has happened in a process since it last told: of requests that were sent and that ended, what a view shows.
+    """What has happened in a process since it last told: of requests that were sent and that ended, what a view shows."""
 
-    Args:
-        started: index and time due.
-        ended: index, times due, sent, of the first and the last chunk, tokens, and the kind of a failure or "".
-    """
-
-    started: list[tuple[int, int]] = field(default_factory=list)
+    started: list[tuple[int, int]] = field(default_factory=list)  # index and time due
+    # Index, times due, sent, of the first and the last chunk, tokens, and the kind of a failure or "".
     ended: list[tuple[int, int, int, int, int, int, str]] = field(default_factory=list)
     waiting: int = 0
     draining: bool = False

@@ -12,23 +12,17 @@ from headway.cost.work import Work, step_work, total
 
 @dataclass(frozen=True, slots=True)
 class Achieved:
-    """One forward pass.
+    """One forward pass."""
 
-    Args:
-        measured_ms: its compute, by the server's ledger.
-        floor_ms: the least that the machine needs for it: arithmetic at the peak rate of products, or weights and
-            cache at the peak rate of reads, whichever is longer.
-        flops, kept_bytes: its FLOPs, and bytes of weights and cache.
-        bytes_per_s: the peak rate of reads for as many bytes over and over; above that of memory when they fit in a
-            cache.
-        flops_per_s: the peak rate of products.
-    """
-
-    measured_ms: float
+    measured_ms: float  # its compute, by the server's ledger
+    # The least that the machine needs for it: arithmetic at the peak rate of products, or weights and cache at the peak
+    # rate of reads, whichever is longer.
     floor_ms: float
+    # flops, kept_bytes: its FLOPs, and bytes of weights and cache.
     flops: float
     kept_bytes: float
-    flops_per_s: float
+    flops_per_s: float  # the peak rate of products
+    # The peak rate of reads for as many bytes over and over; above that of memory when they fit in a cache.
     bytes_per_s: float
 
     @property

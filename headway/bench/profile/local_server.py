@@ -33,20 +33,15 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(slots=True)
 class Startup:
-    """What the server said when it was ready.
-
-    Args:
-        seconds: seconds from the start of its process.
-        api_stages: seconds of the API process's own stages.
-    """
+    """What the server said when it was ready."""
 
     url: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # seconds from the start of its process
     device: str = ""
     max_model_len: int = 0
     num_blocks: int = 0
     block_size: int = 0
-    api_stages: dict[str, float] = field(default_factory=dict)
+    api_stages: dict[str, float] = field(default_factory=dict)  # seconds of the API process's own stages
 
     def read(self, line: str) -> None:
         """Take what one line of the server's stderr says."""

@@ -19,24 +19,17 @@ _FORMATS = {"int8": INT8, "int8-weight-only": INT8, "int4": Format("int4", 4, "i
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel:
-    """What is served.
-
-    Args:
-        dtype: the dtype that it runs in: float32, bfloat16 or float16.
-        checkpoint_bytes: the bytes of its weight files; 0 where it has none (--load-format dummy).
-        max_model_len: the context that is served where nothing else is asked for and the cache has room.
-        kv_cache_dtype: auto (dtype) or int8, with a float32 scale for each token and head.
-        quantization, head_quantization: those of the layers' matrices and of the head, as `headway serve` multiplies
-            them; docs/quantization.md says what each keeps.
-    """
+    """What is served."""
 
     name: str
     folder: Path
     shape: ModelShape
-    dtype: str
-    checkpoint_bytes: int
-    max_model_len: int
-    kv_cache_dtype: str = "auto"
+    dtype: str  # the dtype that it runs in: float32, bfloat16 or float16
+    checkpoint_bytes: int  # the bytes of its weight files; 0 where it has none (--load-format dummy)
+    max_model_len: int  # the context that is served where nothing else is asked for and the cache has room
+    kv_cache_dtype: str = "auto"  # auto (dtype) or int8, with a float32 scale for each token and head
+    # quantization, head_quantization: those of the layers' matrices and of the head, as `headway serve` multiplies
+    # them; docs/quantization.md says what each keeps.
     quantization: str = "none"
     head_quantization: str = "none"
 

@@ -17,16 +17,11 @@ from headway.load.record import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Naive:
-    """Milliseconds of each token of an answer, its first included, without a cache and with one.
+    """Milliseconds of each token of an answer, its first included, without a cache and with one."""
 
-    Args:
-        prompt_tokens: of the prompt before the first.
-        cached_ms: medians over the requests of this length.
-    """
-
-    prompt_tokens: int
+    prompt_tokens: int  # of the prompt before the first
     naive_ms: tuple[float, ...]
-    cached_ms: tuple[float, ...]
+    cached_ms: tuple[float, ...]  # medians over the requests of this length
 
     @property
     def times(self) -> float:

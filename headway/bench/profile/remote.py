@@ -47,15 +47,11 @@ _OF_A_MODEL = {"dtype", "quantization", "kv_cache_dtype", "device", "num_threads
 
 @dataclass(slots=True, kw_only=True)
 class RemoteProfile(Profile):
-    """One profile of a running server.
-
-    Args:
-        about: what the server says of itself.
-        model, peaks: None where no MODEL was given.
-    """
+    """One profile of a running server."""
 
     url: str
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # what the server says of itself
+    # model, peaks: None where no MODEL was given.
     model: ProfiledModel | None = None
     peaks: MachinePeaks | None = None
 

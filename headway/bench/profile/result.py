@@ -26,24 +26,17 @@ from headway.policy.step.ledger import Phase
 
 @dataclass(frozen=True, slots=True)
 class LengthProfile:
-    """Requests of one prompt length.
-
-    Args:
-        prompt_tokens: the median over requests, by the server's count.
-        latencies: ttft_ms, tpot_ms and ttlt_ms (time to last token), from the send.
-        medians_ms: the medians of the same, however few requests there are; without those that none has.
-        stages_ms: see typical_stages.
-        prefill, decode: None where the server gave no ledger. Decode is the mean step after the first token.
-    """
+    """Requests of one prompt length."""
 
     asked_tokens: int
-    prompt_tokens: int
+    prompt_tokens: int  # the median over requests, by the server's count
     output_tokens: int
     completed: int
     failures: dict[str, int]
-    latencies: dict[str, Distribution]
-    medians_ms: dict[str, float]
-    stages_ms: dict[str, float]
+    latencies: dict[str, Distribution]  # ttft_ms, tpot_ms and ttlt_ms (time to last token), from the send
+    medians_ms: dict[str, float]  # the medians of the same, however few requests there are; without those that none has
+    stages_ms: dict[str, float]  # see typical_stages
+    # prefill, decode: None where the server gave no ledger. Decode is the mean step after the first token.
     prefill: Achieved | None
     decode: Achieved | None
 
@@ -54,15 +47,11 @@ class LengthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Opportunity:
-    """The largest possible gain of a stage.
-
-    Args:
-        floor_ms: what physics leaves of it on this machine; 0 for work that needs no time in principle.
-    """
+    """The largest possible gain of a stage."""
 
     stage: str
     measured_ms: float
-    floor_ms: float
+    floor_ms: float  # what physics leaves of it on this machine; 0 for work that needs no time in principle
 
     @property
     def winnable_ms(self) -> float:
@@ -91,25 +80,19 @@ class Profile:
 
 @dataclass(slots=True, kw_only=True)
 class ProfileResult(Profile):
-    """One profile of a server of its own.
-
-    Args:
-        engine_stages: seconds of each stage of the engine's start.
-        naive: an answer without a cache beside one with it; None where it was not asked for, or a request failed.
-        kernels: what passes are made of, by prompt length; empty where the server did not tell.
-        folder: where the report was written; None before that.
-        notes: what a reader must know to trust the numbers.
-    """
+    """One profile of a server of its own."""
 
     model: ProfiledModel
     peaks: MachinePeaks
     startup: Startup
-    engine_stages: dict[str, float]
+    engine_stages: dict[str, float]  # seconds of each stage of the engine's start
     server_version: str
+    # What passes are made of, by prompt length; empty where the server did not tell.
     kernels: dict[int, Kernels] = field(default_factory=dict)
+    # An answer without a cache beside one with it; None where it was not asked for, or a request failed.
     naive: Naive | None = None
-    notes: list[str] = field(default_factory=list)
-    folder: Path | None = None
+    notes: list[str] = field(default_factory=list)  # what a reader must know to trust the numbers
+    folder: Path | None = None  # where the report was written; None before that
 
     @property
     def pool_bytes(self) -> int:

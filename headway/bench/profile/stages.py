@@ -16,19 +16,13 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a request.
-
-    Args:
-        phases: the phases of the ledger, that it sums.
-        colour: a name of report.style.PALETTE.
-        advice: what makes it shorter.
-    """
+    """A stage of a request."""
 
     key: str
     label: str
-    phases: tuple[str, ...]
-    colour: str
-    advice: str
+    phases: tuple[str, ...]  # the phases of the ledger, that it sums
+    colour: str  # a name of report.style.PALETTE
+    advice: str  # what makes it shorter
 
 
 STAGES = (

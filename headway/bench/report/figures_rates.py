@@ -20,17 +20,11 @@ SHOWN = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One run of a sweep or search.
+    """One run of a sweep or search."""
 
-    Args:
-        load: what was varied: requests/s, or requests in flight of a closed loop.
-        summary: the view that is shown: the steady state where there is one, else the whole run.
-        client_bound: its numbers are the client's, not the server's.
-    """
-
-    load: float
-    summary: Summary
-    client_bound: bool = False
+    load: float  # what was varied: requests/s, or requests in flight of a closed loop
+    summary: Summary  # the view that is shown: the steady state where there is one, else the whole run
+    client_bound: bool = False  # its numbers are the client's, not the server's
 
 
 def load_points(runs: Sequence[Run]) -> list[LoadPoint]:

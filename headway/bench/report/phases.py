@@ -14,17 +14,13 @@ Group = Literal["compute", "queue", "stall", "other", "client", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a latency, which pictures show in one colour.
-
-    Args:
-        phases: names of the ledger's phases (headway/policy/step/ledger.py) that it sums; () for the client's own.
-        colour: a name of style.PALETTE.
-    """
+    """A part of a latency, which pictures show in one colour."""
 
     key: str
     label: str
-    colour: str
+    colour: str  # a name of style.PALETTE
     group: Group
+    # Names of the ledger's phases (headway/policy/step/ledger.py) that it sums; () for the client's own.
     phases: tuple[str, ...] = ()
 
 

@@ -34,19 +34,13 @@ class Gone(Absent):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A replica as it says it is.
+    """A replica as it says it is."""
 
-    Args:
-        url: where its server listens.
-        state: see LocalServer.
-        version: of Headway, on its node.
-    """
-
-    url: str
-    state: str
+    url: str  # where its server listens
+    state: str  # see LocalServer
     restarts: int
     node: str
-    version: str
+    version: str  # of Headway, on its node
 
 
 class Replica:

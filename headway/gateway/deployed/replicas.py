@@ -33,23 +33,15 @@ logger = logging.getLogger("headway.server")
 
 @dataclass(eq=False)
 class Replica:
-    """One replica.
+    """One replica."""
 
-    Args:
-        name: of its backend.
-        version: of the deployment that it was started with.
-        entry: its backend; None while nobody knows where it is.
-        is_leaving: it gets nothing new.
-        was_well: it has been well since its server was started.
-    """
-
-    name: str
+    name: str  # of its backend
     handle: Any
     key: str
-    version: tuple[Any, ...]
-    entry: BackendEntry | None = None
-    is_leaving: bool = False
-    was_well: bool = False
+    version: tuple[Any, ...]  # of the deployment that it was started with
+    entry: BackendEntry | None = None  # its backend; None while nobody knows where it is
+    is_leaving: bool = False  # it gets nothing new
+    was_well: bool = False  # it has been well since its server was started
     silent_since: int = 0
     told: str = ""
 

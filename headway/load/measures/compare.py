@@ -29,34 +29,28 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One statistic of one metric in both runs; a is what b is compared with.
+    """One statistic of one metric in both runs; a is what b is compared with."""
 
-    Args:
-        metric: ttft_ms, tpot_ms, itl_ms, e2el_ms (from the schedule), request_throughput, output_throughput
-            (per second) or attainment (share of requests that met their objectives).
-        statistic: mean, median, p90 or p99 of a latency; rate; share.
-        a, b: None where the sample is too small for the claim (or, of several runs, that of one of them).
-        difference, low, high: b - a with its interval; None where there is no claim.
-        ratio, ratio_low, ratio_high: b / a; None as well where a can be 0.
-        p_value: chance of a difference at least as large between runs that do not differ, by itself.
-        adjusted_p_value: the same with all the comparisons in mind that were made (Holm); the verdict goes by it.
-        needs: samples (requests, or gaps for itl_ms) that the claim would take, where they are too few.
-    """
-
+    # Ttft_ms, tpot_ms, itl_ms, e2el_ms (from the schedule), request_throughput, output_throughput (per second) or
+    # attainment (share of requests that met their objectives).
     metric: str
-    statistic: str
+    statistic: str  # mean, median, p90 or p99 of a latency; rate; share
+    # a, b: None where the sample is too small for the claim (or, of several runs, that of one of them).
     a: float | None
     b: float | None
     verdict: Verdict = Verdict.TOO_FEW
+    # difference, low, high: b - a with its interval; None where there is no claim.
     difference: float | None = None
     low: float | None = None
     high: float | None = None
+    # ratio, ratio_low, ratio_high: b / a; None as well where a can be 0.
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
-    p_value: float | None = None
+    p_value: float | None = None  # chance of a difference at least as large between runs that do not differ, by itself
+    # The same with all the comparisons in mind that were made (Holm); the verdict goes by it.
     adjusted_p_value: float | None = None
-    needs: int | None = None
+    needs: int | None = None  # samples (requests, or gaps for itl_ms) that the claim would take, where they are too few
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,11 @@ _NAME_LENGTH = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """One counter of energy.
+    """One counter of energy."""
 
-    Args:
-        name: the name of what it measures.
-        joules: reads it; raises OSError when it cannot.
-        range_joules: where it starts again from 0; None when it does not.
-    """
-
-    name: str
-    joules: Callable[[], float]
-    range_joules: float | None = None
+    name: str  # the name of what it measures
+    joules: Callable[[], float]  # reads it; raises OSError when it cannot
+    range_joules: float | None = None  # where it starts again from 0; None when it does not
 
 
 class EnergyMeter:

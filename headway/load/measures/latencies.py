@@ -23,28 +23,18 @@ class Latencies:
     """Latencies of the completed requests, in the order in which they were due.
 
     Milliseconds; NaN where there is no such latency. Arrays have the shape (requests,) unless said otherwise:
-
-    Args:
-        records: the completed requests themselves.
-        start_lag_ms: the time from when it was due until it was sent.
-        ttft_ms: the time from the send to the first token; NaN where nothing is generated (vectors, scores).
-        e2el_ms: the time from the send to the last token, or the end of an answer without tokens.
-        tpot_ms: (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
-        output_tokens: their number by the server's `usage`, else by chunks.
-        steps: the server's steps with a part of it, by Headway's `timings`, else by chunks.
-        itl_ms: shape (gaps,), the gaps between chunks that brought tokens, of all requests.
-        itl_request: shape (gaps,), the position in `records` that each gap belongs to.
     """
 
-    records: list[RequestRecord]
-    start_lag_ms: Floats
-    ttft_ms: Floats
-    e2el_ms: Floats
+    records: list[RequestRecord]  # the completed requests themselves
+    start_lag_ms: Floats  # the time from when it was due until it was sent
+    ttft_ms: Floats  # the time from the send to the first token; NaN where nothing is generated (vectors, scores)
+    e2el_ms: Floats  # the time from the send to the last token, or the end of an answer without tokens
+    # (E2EL - TTFT) / (output tokens - 1); NaN for answers of one token, or that the client read at once.
     tpot_ms: Floats
-    output_tokens: Integers
-    steps: Integers
-    itl_ms: Floats
-    itl_request: Integers
+    output_tokens: Integers  # their number by the server's `usage`, else by chunks
+    steps: Integers  # the server's steps with a part of it, by Headway's `timings`, else by chunks
+    itl_ms: Floats  # shape (gaps,), the gaps between chunks that brought tokens, of all requests
+    itl_request: Integers  # shape (gaps,), the position in `records` that each gap belongs to
 
     @classmethod
     def of(cls, records: Iterable[RequestRecord]) -> Latencies:

@@ -11,22 +11,16 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """One percentile of one metric.
+    """One percentile of one metric."""
 
-    Args:
-        p: 0 < p < 100.
-        value: None when the claim is refused: there are fewer samples than even independent ones would have to be.
-        low, high: bounds of the confidence interval; None where the effective number of samples is too small for one.
-        needs: samples that both bounds would take, where one is missing; None otherwise.
-        client_ms: how much of it the client's own delays may be, at most; in ms as the value.
-    """
-
-    p: float
+    p: float  # 0 < p < 100
+    # None when the claim is refused: there are fewer samples than even independent ones would have to be.
     value: float | None
+    # low, high: bounds of the confidence interval; None where the effective number of samples is too small for one.
     low: float | None
     high: float | None
-    needs: int | None = None
-    client_ms: float = 0.0
+    needs: int | None = None  # samples that both bounds would take, where one is missing; None otherwise
+    client_ms: float = 0.0  # how much of it the client's own delays may be, at most; in ms as the value
 
     @property
     def client_share(self) -> float:
@@ -65,24 +59,19 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """How many requests met their objective.
+    """How many requests met their objective."""
 
-    Args:
-        objectives: {"ttft": 200.0, ...} in ms.
-        met, total: requests; failed ones have missed.
-        low, high: confidence interval of met / total.
-        requests_per_s, tokens_per_s: goodput: of the requests that met it.
-        missed_by: how many requests missed each objective, and "failed".
-    """
-
-    objectives: dict[str, float]
+    objectives: dict[str, float]  # {"ttft": 200.0, ...} in ms
+    # met, total: requests; failed ones have missed.
     met: int
     total: int
+    # low, high: confidence interval of met / total.
     low: float
     high: float
+    # requests_per_s, tokens_per_s: goodput: of the requests that met it.
     requests_per_s: float
     tokens_per_s: float
-    missed_by: dict[str, int]
+    missed_by: dict[str, int]  # how many requests missed each objective, and "failed"
 
     @property
     def share(self) -> float:
@@ -91,18 +80,14 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """How many answers had the structure that their requests asked for: JSON, a schema, calls of tools.
-
-    Args:
-        wrong: how many had each fault.
-        low, high: confidence interval of valid / asked.
-    """
+    """How many answers had the structure that their requests asked for: JSON, a schema, calls of tools."""
 
     asked: int
     valid: int
+    # low, high: confidence interval of valid / asked.
     low: float
     high: float
-    wrong: dict[str, int]
+    wrong: dict[str, int]  # how many had each fault
 
     @property
     def share(self) -> float:
@@ -111,19 +96,15 @@ class Validity:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Requests that wait for each other: conversations, agents.
+    """Requests that wait for each other: conversations, agents."""
 
-    Args:
-        complete, total: graphs of which all requests were answered, and all that were begun.
-        makespan_ms: from when the first request of a complete graph was due to the last token of all its requests, with
-            what tools and users took in between; None where no graph is complete.
-        served_ms: the part of it in which a request of the graph was due and not answered; the rest is of tools and
-            users.
-    """
-
+    # complete, total: graphs of which all requests were answered, and all that were begun.
     complete: int
     total: int
+    # From when the first request of a complete graph was due to the last token of all its requests, with what tools and
+    # users took in between; None where no graph is complete.
     makespan_ms: Distribution | None
+    # The part of it in which a request of the graph was due and not answered; the rest is of tools and users.
     served_ms: Distribution | None
 
     @property
@@ -136,53 +117,42 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of one view of a run (the whole, the steady state, one class).
-
-    Args:
-        from_schedule, from_send: metric to distribution, latency counted from when a request was due (no
-            coordinated omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms,
-            normalized_latency_ms (E2EL per output token). tpot_ms and itl_ms are the same in both.
-        phases_ms: the times by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
-        failures: the failures by kind.
-        cancelled: requests that their own clients gave up, as planned; they have not failed.
-        resent: requests that were sent again on a new connection, answered or not.
-        rates: request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
-            max_concurrent_requests, mean_concurrent_requests.
-        tokens: prompt, output, cached; and "chunks".
-        answers: "output_tokens" and "steps" of an answer; empty where nothing was generated.
-        ended_by: how many answers ended for each finish_reason.
-        attainment: None where no objective was given.
-        cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
-        tps: tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
-        first_answer_ms: the time from the send to the first token that is no reasoning, of requests whose answer begins
-            with reasoning; None where none does.
-        validity: None where no request asked for a structure.
-        graphs: None where no request waits for another, and of views of a part of the time or by length.
-        tokens_per_joule: output tokens; None where power cannot be read.
-    """
+    """The numbers of one view of a run (the whole, the steady state, one class)."""
 
     name: str
     window: Window
     completed: int
     failed: int
-    failures: dict[str, int]
+    failures: dict[str, int]  # the failures by kind
+    # from_schedule, from_send: metric to distribution, latency counted from when a request was due (no coordinated
+    # omission) and from when it was sent. Keys: ttft_ms, tpot_ms, itl_ms, e2el_ms, normalized_latency_ms (E2EL per
+    # output token). tpot_ms and itl_ms are the same in both.
     from_schedule: dict[str, Distribution]
     from_send: dict[str, Distribution]
+    # The times by phase of the server's ledger (where given), plus "queue" and "stall" as sums.
     phases_ms: dict[str, Distribution]
+    # Request_throughput, output_throughput, total_token_throughput (per second), max_output_tokens_per_s,
+    # max_concurrent_requests, mean_concurrent_requests.
     rates: dict[str, float]
-    tokens: dict[str, int]
-    resent: int = 0
-    cancelled: int = 0
+    tokens: dict[str, int]  # prompt, output, cached; and "chunks"
+    resent: int = 0  # requests that were sent again on a new connection, answered or not
+    cancelled: int = 0  # requests that their own clients gave up, as planned; they have not failed
+    # "output_tokens" and "steps" of an answer; empty where nothing was generated.
     answers: dict[str, Distribution] = field(default_factory=dict)
-    ended_by: dict[str, int] = field(default_factory=dict)
-    attainment: Attainment | None = None
+    ended_by: dict[str, int] = field(default_factory=dict)  # how many answers ended for each finish_reason
+    attainment: Attainment | None = None  # None where no objective was given
+    # cost_per_million_output_tokens, cost_per_million_tokens: None where no price was given.
     cost_per_million_output_tokens: float | None = None
     cost_per_million_tokens: float | None = None
+    # Tokens/s of each request after its first token, 1000 / tpot_ms; None where no request has a TPOT.
     tps: Distribution | None = None
+    # The time from the send to the first token that is no reasoning, of requests whose answer begins with reasoning;
+    # None where none does.
     first_answer_ms: Distribution | None = None
-    validity: Validity | None = None
+    validity: Validity | None = None  # None where no request asked for a structure
+    # None where no request waits for another, and of views of a part of the time or by length.
     graphs: Graphs | None = None
-    tokens_per_joule: float | None = None
+    tokens_per_joule: float | None = None  # output tokens; None where power cannot be read
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -42,25 +42,18 @@ STATISTICS = (
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """What is known of one run. `unit` arrays say which of the drawn requests a value belongs to.
+    """What is known of one run. `unit` arrays say which of the drawn requests a value belongs to."""
 
-    Args:
-        samples: metric to (values, unit), shapes (n,): latencies from the schedule.
-        distributions: the distributions of the same metrics.
-        completion_gap_s, completion_tokens: in the order of completion, the time since the completion before and the
-            output tokens; shape (completed,).
-        met: 1.0 for each judged request that met its objectives, 0.0 for others.
-        rates: the rates of the whole run.
-        latency_units: requests that have a latency here.
-    """
-
+    # Metric to (values, unit), shapes (n,): latencies from the schedule.
     samples: dict[str, tuple[np.ndarray, np.ndarray]]
-    distributions: dict[str, Distribution]
+    distributions: dict[str, Distribution]  # the distributions of the same metrics
+    # completion_gap_s, completion_tokens: in the order of completion, the time since the completion before and the
+    # output tokens; shape (completed,).
     completion_gap_s: np.ndarray
     completion_tokens: np.ndarray
-    met: np.ndarray
-    rates: dict[str, float]
-    latency_units: int
+    met: np.ndarray  # 1.0 for each judged request that met its objectives, 0.0 for others
+    rates: dict[str, float]  # the rates of the whole run
+    latency_units: int  # requests that have a latency here
     needed: int
 
     @classmethod

@@ -36,26 +36,19 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """
-    Args:
-        rate: highest that held, in requests/s; None when none did.
-        above: lowest that did not hold, or was not shown to; None when all did. The limit is between them.
-        likely: highest that looked good when the search ended before that was certain; None otherwise.
-        trials: in the order in which the rates were tried.
-        stop, reason: why the search ended, for programs and for people.
-        warnings: probes that contradict each other.
-        fitted: (rate, attainment) by rising rate, the nearest curve that never rises (isotonic regression).
-        confidence: the confidence that `rate` holds, where misses that come together are within one block of its trial.
-    """
+    """"""
 
-    rate: float | None
-    above: float | None
-    likely: float | None
-    trials: tuple[Trial, ...]
+    rate: float | None  # highest that held, in requests/s; None when none did
+    above: float | None  # lowest that did not hold, or was not shown to; None when all did. The limit is between them.
+    likely: float | None  # highest that looked good when the search ended before that was certain; None otherwise
+    trials: tuple[Trial, ...]  # in the order in which the rates were tried
+    # stop, reason: why the search ended, for programs and for people.
     stop: Stop
     reason: str
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # probes that contradict each other
+    # (rate, attainment) by rising rate, the nearest curve that never rises (isotonic regression).
     fitted: tuple[tuple[float, float], ...]
+    # The confidence that `rate` holds, where misses that come together are within one block of its trial.
     confidence: float
 
     @property
@@ -66,26 +59,19 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """
-    Args:
-        target: share of requests that must meet their objectives.
-        confidence: the confidence of the interval that must lie on one side of the target before a rate is judged.
-        tolerance: the search ends when the bounds are closer than this, as a share.
-        stall_s: misses within so many seconds may be one event: the claim must survive stalls of this length.
-        max_samples: requests at one rate, after which it is left undecided; None is six times the fewest that could
-            show that it holds.
-        max_probes: in all.
-        max_seconds: no probe begins later.
-        min_rate, max_rate: limits of the rates tried; None is start / 64 and start * 1024.
-    """
+    """"""
 
-    target: float = 0.99
+    target: float = 0.99  # share of requests that must meet their objectives
+    # The confidence of the interval that must lie on one side of the target before a rate is judged.
     confidence: float = 0.95
-    tolerance: float = 0.05
-    stall_s: float = 1.0
+    tolerance: float = 0.05  # the search ends when the bounds are closer than this, as a share
+    stall_s: float = 1.0  # misses within so many seconds may be one event: the claim must survive stalls of this length
+    # Requests at one rate, after which it is left undecided; None is six times the fewest that could show that it
+    # holds.
     max_samples: int | None = None
-    max_probes: int = 200
-    max_seconds: float = math.inf
+    max_probes: int = 200  # in all
+    max_seconds: float = math.inf  # no probe begins later
+    # min_rate, max_rate: limits of the rates tried; None is start / 64 and start * 1024.
     min_rate: float | None = None
     max_rate: float | None = None
 

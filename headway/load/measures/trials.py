@@ -51,23 +51,17 @@ class ProbeOutcome:
 
 @dataclass(slots=True)
 class Trial:
-    """All probes at one rate, together.
-
-    Args:
-        low, high: interval of the attainment that holds at every look, see `anytime_interval`.
-        block: requests that are taken to miss together; they count as one sample.
-        seconds: seconds that its probes took, by the clock of the search; of a simulation, how long it ran.
-        reason: the reason for being undecided, where there is more to say than that.
-    """
+    """All probes at one rate, together."""
 
     rate: float
     probes: list[ProbeOutcome] = field(default_factory=list)
     verdict: Verdict = Verdict.UNDECIDED
+    # low, high: interval of the attainment that holds at every look, see `anytime_interval`.
     low: float = 0.0
     high: float = 1.0
-    block: int = FEWEST_IN_BLOCK
-    seconds: float = 0.0
-    reason: str = ""
+    block: int = FEWEST_IN_BLOCK  # requests that are taken to miss together; they count as one sample
+    seconds: float = 0.0  # seconds that its probes took, by the clock of the search; of a simulation, how long it ran
+    reason: str = ""  # the reason for being undecided, where there is more to say than that
 
     @property
     def met(self) -> int:

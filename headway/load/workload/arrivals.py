@@ -229,15 +229,10 @@ class AllAtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Recorded times, from the first of them on.
+    """Recorded times, from the first of them on."""
 
-    Args:
-        timestamps: seconds, ascending, from any origin.
-        scale: 2.0 replays twice as fast.
-    """
-
-    timestamps: tuple[float, ...]
-    scale: float = 1.0
+    timestamps: tuple[float, ...]  # seconds, ascending, from any origin
+    scale: float = 1.0  # 2.0 replays twice as fast
 
     def __post_init__(self) -> None:
         _positive("the time scale", self.scale)

@@ -42,23 +42,17 @@ PROBE_INPUT, PROBE_OUTPUT = 32, 16  # tokens of a probe
 
 @dataclass
 class Workload:
-    """The requests of a run.
+    """The requests of a run."""
 
-    Args:
-        description: what is sent, for titles; arrivals: when.
-        requests: requests by index, the turns of a conversation one after the other; first turns in order of time.
-        seed: the seed that their prompts were made with.
-        notes: what was left out, clipped, repeated or estimated, a sentence each.
-        classes: the classes of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
-        users: the users of those classes of a mix that are closed loops, by name.
-    """
-
-    description: str
+    description: str  # what is sent, for titles; arrivals: when
     arrivals: str
+    # Requests by index, the turns of a conversation one after the other; first turns in order of time.
     requests: list[PlannedRequest]
-    seed: int
-    notes: list[str] = field(default_factory=list)
+    seed: int  # the seed that their prompts were made with
+    notes: list[str] = field(default_factory=list)  # what was left out, clipped, repeated or estimated, a sentence each
+    # The classes of a mix: name to objectives in ms (empty: the run's own); empty without a mix.
     classes: dict[str, dict[str, float]] = field(default_factory=dict)
+    # The users of those classes of a mix that are closed loops, by name.
     users: dict[str, int] = field(default_factory=dict)
 
     @property

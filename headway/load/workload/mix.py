@@ -53,17 +53,11 @@ TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "tr
 
 @dataclass(frozen=True)
 class ClassLoad:
-    """The arrivals of a class that has its own.
+    """The arrivals of a class that has its own."""
 
-    Args:
-        arrival: None takes the recorded times of its trace, or leaves them to the users of a closed loop.
-        users: the users of a closed loop; None where there is none.
-        num_prompts: most requests of the class; None is as many as come within the run's duration.
-    """
-
-    arrival: Arrival | None
-    users: int | None
-    num_prompts: int | None
+    arrival: Arrival | None  # None takes the recorded times of its trace, or leaves them to the users of a closed loop
+    users: int | None  # the users of a closed loop; None where there is none
+    num_prompts: int | None  # most requests of the class; None is as many as come within the run's duration
 
     def describe(self) -> str:
         if self.users is not None:
@@ -73,27 +67,20 @@ class ClassLoad:
 
 @dataclass(frozen=True)
 class MixClass:
-    """One class.
-
-    Args:
-        share: that of all requests, later turns of conversations included; shares of a mix add up to 1. Without a
-            meaning where there is a `load`.
-        options: where its requests come from.
-        objectives: {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
-        extra_body: fields of each request's body, those of BODY_KEYS among them.
-        headers: headers of each request.
-        tenant: whose they are.
-        load: its own arrivals; None where one process is for all classes.
-    """
+    """One class."""
 
     name: str
+    # That of all requests, later turns of conversations included; shares of a mix add up to 1. Without a meaning where
+    # there is a `load`.
     share: float
-    options: DatasetOptions
+    options: DatasetOptions  # where its requests come from
+    # {"ttft": 200.0, ...} in ms; empty where the run's own are meant.
     objectives: dict[str, float] = field(default_factory=dict)
+    # Fields of each request's body, those of BODY_KEYS among them.
     extra_body: dict[str, Any] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    load: ClassLoad | None = None
-    tenant: str = ""
+    headers: dict[str, str] = field(default_factory=dict)  # headers of each request
+    load: ClassLoad | None = None  # its own arrivals; None where one process is for all classes
+    tenant: str = ""  # whose they are
 
 
 @dataclass(frozen=True)

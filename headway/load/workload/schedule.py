@@ -43,16 +43,11 @@ Conversation = tuple[Part, Turns]
 
 @dataclass
 class Schedule:
-    """Conversations in the order of their coming.
-
-    Args:
-        times: those of first turns, in seconds, of shape [conversations]; NaN where the load generator decides.
-        recorded: the times are the trace's own.
-    """
+    """Conversations in the order of their coming."""
 
     conversations: list[Conversation]
-    times: Times
-    recorded: bool = False
+    times: Times  # those of first turns, in seconds, of shape [conversations]; NaN where the load generator decides
+    recorded: bool = False  # the times are the trace's own
     notes: list[str] = field(default_factory=list)
 
 

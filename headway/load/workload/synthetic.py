@@ -20,16 +20,12 @@ def check_whole(flag: str, value: int, fewest: int) -> None:
 
 @dataclass
 class RandomLengths(Dataset):
-    """Single requests with random prompts.
+    """Single requests with random prompts."""
 
-    Args:
-        input_len, output_len: in tokens.
-        prefix_len: tokens that all prompts begin with, in front of input_len.
-    """
-
+    # input_len, output_len: in tokens.
     input_len: Distribution
     output_len: Distribution
-    prefix_len: int = 0
+    prefix_len: int = 0  # tokens that all prompts begin with, in front of input_len
 
     def __post_init__(self) -> None:
         check_whole("--random-prefix-len", self.prefix_len, 0)
@@ -87,22 +83,16 @@ class PrefixRepetition(Dataset):
 
 @dataclass
 class MultiTurn(Dataset):
-    """Conversations: each turn brings all that was said before it, comes after the answer, and some thinking.
+    """Conversations: each turn brings all that was said before it, comes after the answer, and some thinking."""
 
-    Args:
-        turns: requests in a conversation.
-        input_len, output_len: lengths of each turn, in tokens; input_len is what the user says, without what was said
-            before.
-        prefix_len: tokens that all conversations begin with (a system prompt), in front of the first turn.
-        think_s: seconds between an answer and the next turn.
-        longest: tokens of a prompt with all that was said before; a conversation ends before it becomes longer.
-    """
-
-    turns: Distribution
+    turns: Distribution  # requests in a conversation
+    # input_len, output_len: lengths of each turn, in tokens; input_len is what the user says, without what was said
+    # before.
     input_len: Distribution
     output_len: Distribution
-    think_s: Distribution
-    prefix_len: int = 0
+    think_s: Distribution  # seconds between an answer and the next turn
+    prefix_len: int = 0  # tokens that all conversations begin with (a system prompt), in front of the first turn
+    # Tokens of a prompt with all that was said before; a conversation ends before it becomes longer.
     longest: int | None = None
 
     def __post_init__(self) -> None:

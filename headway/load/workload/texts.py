@@ -22,19 +22,13 @@ FEWEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 @dataclass
 class TextDataset(Dataset):
-    """A file with prompts in it.
-
-    Args:
-        output_len: tokens of answers; None takes those that the file says.
-        longest_prompt: longer ones are left out; None takes the dataset's own bound, or none.
-        shuffle: take them in random order.
-    """
+    """A file with prompts in it."""
 
     path: Path
     source: TokenSource
-    output_len: Distribution | None = None
-    longest_prompt: int | None = None
-    shuffle: bool = True
+    output_len: Distribution | None = None  # tokens of answers; None takes those that the file says
+    longest_prompt: int | None = None  # longer ones are left out; None takes the dataset's own bound, or none
+    shuffle: bool = True  # take them in random order
     repeats_prompts: bool = field(default=True, init=False)
 
     def _order(self, rng: np.random.Generator) -> list[int]:

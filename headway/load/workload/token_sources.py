@@ -41,21 +41,16 @@ MOST_ADJUSTMENTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """Tokens that prompts are made of.
+    """Tokens that prompts are made of."""
 
-    Attributes:
-        ids, texts: the ids and texts of each member, as lists of the same length.
-        openers: members that stay one token when a chat template trims the space in front of them.
-        stable: members written one after the other become the same tokens again, whatever they are. Then the length
-            of a text is known without looking.
-        trims: the first member's space is the tokenizer's own and is not written.
-    """
-
+    # ids, texts: the ids and texts of each member, as lists of the same length.
     ids: list[int]
     texts: list[str]
-    openers: Members
+    openers: Members  # members that stay one token when a chat template trims the space in front of them
+    # Members written one after the other become the same tokens again, whatever they are. Then the length of a text is
+    # known without looking.
     stable: bool
-    trims: bool
+    trims: bool  # the first member's space is the tokenizer's own and is not written
 
     def text(self, members: Sequence[int]) -> str:
         joined = "".join([self.texts[member] for member in members])

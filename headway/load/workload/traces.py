@@ -165,27 +165,21 @@ def _nanoseconds(at: Line, name: str, said: str | float, unit: int) -> int:
 
 
 class MooncakeRow(msgspec.Struct):
-    """A row of a Mooncake trace, also as AIPerf writes it: with exactly one of input_length, text_input, messages.
-
-    Args:
-        session_id: rows of a session come one after the other.
-        delay: milliseconds after the answer to the row before.
-        message_mode: "history" where messages are the whole prompt, "delta" where they are added to what was said.
-        extra: further fields of the request's body.
-    """
+    """A row of a Mooncake trace, also as AIPerf writes it: with exactly one of input_length, text_input, messages."""
 
     timestamp: float | None = None
     input_length: int | None = None
     output_length: int | None = None
     hash_ids: list[int] | None = None
     tenant: str = ""
-    session_id: str = ""
-    delay: float | None = None
+    session_id: str = ""  # rows of a session come one after the other
+    delay: float | None = None  # milliseconds after the answer to the row before
     text_input: str | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
+    # "history" where messages are the whole prompt, "delta" where they are added to what was said.
     message_mode: Literal["history", "delta"] = "history"
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {}  # further fields of the request's body
     payload: Any = None
 
 

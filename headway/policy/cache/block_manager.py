@@ -23,25 +23,15 @@ from headway.policy.step.request import BlockTable, Sequence, Status
 
 @dataclass(slots=True)
 class Start:
-    """What a waiting sequence would begin with.
+    """What a waiting sequence would begin with."""
 
-    Args:
-        known: what the prefix index has of it.
-        computed: tokens that need not be computed.
-        tables: the known blocks that its tables begin with.
-        ends: how many entries each table would have.
-        wanted: how many free blocks that takes.
-        swapped: what the host holds of it.
-        is_forked: the tables are those of the first choice of its request.
-    """
-
-    known: PrefixMatch
-    computed: int
-    tables: list[BlockTable]
-    ends: list[int]
-    wanted: int
-    swapped: Swapped | None
-    is_forked: bool
+    known: PrefixMatch  # what the prefix index has of it
+    computed: int  # tokens that need not be computed
+    tables: list[BlockTable]  # the known blocks that its tables begin with
+    ends: list[int]  # how many entries each table would have
+    wanted: int  # how many free blocks that takes
+    swapped: Swapped | None  # what the host holds of it
+    is_forked: bool  # the tables are those of the first choice of its request
 
 
 class BlockManager:

@@ -13,25 +13,18 @@ KEY_VARIABLE = "HEADWAY_KV_TRANSFER_KEY"
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where they are, and what they are of. Names are those of vLLM, as far as it has them.
+    """Where they are, and what they are of. Names are those of vLLM, as far as it has them."""
 
-    Args:
-        remote_host, remote_port: where the engine that has them gives them away.
-        remote_request_id: names them there. It is drawn for each prompt, so that no blocks that are used again for
-            another prompt are found by it.
-        num_tokens: tokens that are computed: all of the prompt but its last.
-        content: hash of the tokens and of their salt.
-        layout: hash of the model, and of how its blocks lie in memory.
-        signature: of all this, by those who know the key.
-    """
-
+    # remote_host, remote_port: where the engine that has them gives them away.
     remote_host: str
     remote_port: int
+    # Names them there. It is drawn for each prompt, so that no blocks that are used again for another prompt are found
+    # by it.
     remote_request_id: str
-    num_tokens: int
-    content: str
-    layout: str
-    signature: str = ""
+    num_tokens: int  # tokens that are computed: all of the prompt but its last
+    content: str  # hash of the tokens and of their salt
+    layout: str  # hash of the model, and of how its blocks lie in memory
+    signature: str = ""  # of all this, by those who know the key
 
 
 def content_of(tokens: Sequence[int], salt: str) -> str:

@@ -20,20 +20,14 @@ PASSED = -1  # in a block table: a window has passed the block, which is another
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, array_like=True):
-    """What the scheduler knows of a group; sizes are blocks of one sequence.
+    """What the scheduler knows of a group; sizes are blocks of one sequence."""
 
-    Args:
-        window: positions that a query sees, itself included, sinks apart; None for all.
-        ahead: the most blocks that a prompt under way has for tokens of its own: those that the largest step sees,
-            sinks apart. 0 without a window, where all its tokens have blocks.
-        known: the most blocks of a known prefix that it begins with besides.
-        sinks: how many of the first blocks stay.
-    """
-
-    window: int | None
+    window: int | None  # positions that a query sees, itself included, sinks apart; None for all
+    # The most blocks that a prompt under way has for tokens of its own: those that the largest step sees, sinks apart.
+    # 0 without a window, where all its tokens have blocks.
     ahead: int = 0
-    known: int = 0
-    sinks: int = 0
+    known: int = 0  # the most blocks of a known prefix that it begins with besides
+    sinks: int = 0  # how many of the first blocks stay
 
     def first(self, computed: int, block_size: int) -> int:
         """The first entry of its table that is needed for tokens after so many computed ones, with those after it.

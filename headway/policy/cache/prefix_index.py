@@ -24,41 +24,29 @@ _FEW_PAGES = 8  # when a chain has so few left, the tokens of others are not kep
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The known prefix of some tokens at a `version` of the index.
+    """The known prefix of some tokens at a `version` of the index."""
 
-    Args:
-        blocks: the blocks that a sequence needs to go on from the prefix, group by group.
-        nodes, places: the pages of the prefix.
-        whole: how many of the pages have a block in all groups without a window.
-        length: how many of the pages a sequence can go on from.
-    """
-
+    # The blocks that a sequence needs to go on from the prefix, group by group.
     blocks: list[int] = field(default_factory=list)
+    # nodes, places: the pages of the prefix.
     nodes: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     version: int = -1
-    whole: int = 0
-    length: int = 0
+    whole: int = 0  # how many of the pages have a block in all groups without a window
+    length: int = 0  # how many of the pages a sequence can go on from
 
 
 @dataclass(slots=True)
 class Chain:
-    """Pages one behind the other. Whoever holds the block of one holds those of the pages before it, too.
+    """Pages one behind the other. Whoever holds the block of one holds those of the pages before it, too."""
 
-    Args:
-        first: the node of the first page.
-        parent: the node or salt that the first page hangs from.
-        tokens: the tokens of the sequence that has computed them, of which it may be `start` pages until the first.
-        places: the places of the pages; PASSED for one that was taken out before one behind it.
-        is_whole: no page was taken out. Otherwise none is added, as no number is given twice.
-    """
-
-    first: int
-    parent: int | str
+    first: int  # the node of the first page
+    parent: int | str  # the node or salt that the first page hangs from
+    # The tokens of the sequence that has computed them, of which it may be `start` pages until the first.
     tokens: list[int]
     start: int
-    places: list[int]
-    is_whole: bool = True
+    places: list[int]  # the places of the pages; PASSED for one that was taken out before one behind it
+    is_whole: bool = True  # no page was taken out. Otherwise none is added, as no number is given twice.
 
     def page(self, number: int, size: int) -> Tokens:
         """The tokens of a page, by its number in the chain."""

@@ -9,16 +9,11 @@ from headway.policy.cache.kv_blocks import KVBlocks
 
 @dataclass(frozen=True, slots=True)
 class PreloadedPrompt:
-    """A beginning that prompts share.
+    """A beginning that prompts share."""
 
-    Args:
-        where: what an error calls it, as the line of a file.
-        cache_salt: the salt of the requests that begin so.
-    """
-
-    where: str
+    where: str  # what an error calls it, as the line of a file
     token_ids: list[int]
-    cache_salt: str = ""
+    cache_salt: str = ""  # the salt of the requests that begin so
 
 
 def room_for(

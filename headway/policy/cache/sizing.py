@@ -63,21 +63,14 @@ def shared_pool_bytes(free: int, total: int, utilization: float, step_bytes: int
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What the memory for keys, values and states holds.
-
-    Args:
-        max_num_seqs: sequences that may run, where each has a state; None: as many as are configured.
-        checkpoints: slots for states of known prefixes; None for a model without recurrent layers.
-        draft_states: slots for the states before drafts.
-        groups: KV cache groups; empty where all layers see all tokens.
-    """
+    """What the memory for keys, values and states holds."""
 
     num_blocks: int
     max_model_len: int
-    max_num_seqs: int | None = None
-    checkpoints: int | None = None
-    groups: tuple[KVCacheGroup, ...] = ()
-    draft_states: int = 0
+    max_num_seqs: int | None = None  # sequences that may run, where each has a state; None: as many as are configured
+    checkpoints: int | None = None  # slots for states of known prefixes; None for a model without recurrent layers
+    groups: tuple[KVCacheGroup, ...] = ()  # KV cache groups; empty where all layers see all tokens
+    draft_states: int = 0  # slots for the states before drafts
 
 
 def pool_size(

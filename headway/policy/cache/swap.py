@@ -33,17 +33,11 @@ class BlockSwap(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class SwapSpace:
-    """Host memory for blocks, and how long it takes to copy some there and back, in nanoseconds.
+    """Host memory for blocks, and how long it takes to copy some there and back, in nanoseconds."""
 
-    Args:
-        num_blocks: 0 where nothing is swapped.
-        fixed_ns: what copying takes for any number of blocks.
-        block_ns: what each block takes on top of that.
-    """
-
-    num_blocks: int = 0
-    fixed_ns: float = 0.0
-    block_ns: float = 0.0
+    num_blocks: int = 0  # 0 where nothing is swapped
+    fixed_ns: float = 0.0  # what copying takes for any number of blocks
+    block_ns: float = 0.0  # what each block takes on top of that
 
     def copy_ns(self, num_blocks: int) -> float:
         """How long it takes to copy so many blocks to the host and back, in nanoseconds."""
@@ -59,28 +53,20 @@ NO_SWAP = SwapSpace()
 
 @dataclass(slots=True)
 class Swapped:
-    """What the host holds of a waiting sequence.
+    """What the host holds of a waiting sequence."""
 
-    Args:
-        first: entry of its block table that the first of the host blocks is a copy of. With several KV cache groups,
-            the host has one table after the other; with a window, from the entry that is needed next.
-        computed: tokens that were computed when it was preempted.
-    """
-
+    # Entry of its block table that the first of the host blocks is a copy of. With several KV cache groups, the host
+    # has one table after the other; with a window, from the entry that is needed next.
     first: int
-    computed: int
+    computed: int  # tokens that were computed when it was preempted
     host_blocks: list[int]
 
 
 @dataclass(slots=True)
 class Handed(Swapped):
-    """What the host holds of a prompt for another engine, in the order in which blocks are computed.
+    """What the host holds of a prompt for another engine, in the order in which blocks are computed."""
 
-    Args:
-        copied: of its blocks, those that are copied there.
-    """
-
-    copied: int = 0
+    copied: int = 0  # of its blocks, those that are copied there
 
 
 class HostPool:

@@ -25,27 +25,17 @@ REMEMBERED_BLOCKS = 2**16
 
 @dataclass
 class Ask:
-    """A request as routers see it.
+    """A request as routers see it."""
 
-    Args:
-        content: the prompt as token ids, or as bytes of text.
-        token_length: entries of `content` that make a token, about.
-        salt: prompts with another salt share nothing.
-        session: name of the conversation that it belongs to; empty for none.
-        ttft_ms: milliseconds that are left until its first token is due; infinite where none is promised.
-
-    Attributes:
-        tokens: tokens of the prompt, about; at least 1.
-    """
-
-    content: Sequence[int] | bytes = b""
-    token_length: int = 1
-    salt: str = ""
+    content: Sequence[int] | bytes = b""  # the prompt as token ids, or as bytes of text
+    token_length: int = 1  # entries of `content` that make a token, about
+    salt: str = ""  # prompts with another salt share nothing
     service_class: str = ""
-    session: str = ""
+    session: str = ""  # name of the conversation that it belongs to; empty for none
+    # Milliseconds that are left until its first token is due; infinite where none is promised.
     ttft_ms: float = math.inf
     choices: int = 1
-    tokens: int = field(init=False)
+    tokens: int = field(init=False)  # tokens of the prompt, about; at least 1
     _blocks: list[int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -116,25 +106,16 @@ class Prefixes:
 
 @dataclass(eq=False)
 class Backend:
-    """One backend.
+    """One backend."""
 
-    Args:
-        name: tells it from others, also after a restart.
-        queues: what it has to do, as far as whoever routes knows.
-        weight: one of twice the weight is to have twice as much to do.
-        labels: what its operator says of it, such as its accelerator.
-        share: share of its weight that it is to have now, above 0 to 1.
-        ttft: learns the time to first token of its answers.
-        received_ns: the time to first token of late, where another server had computed the prompt, from when it had.
-    """
-
-    name: str
-    queues: Queues
-    weight: float = 1.0
-    labels: Mapping[str, str] = field(default_factory=dict)
-    share: float = 1.0
+    name: str  # tells it from others, also after a restart
+    queues: Queues  # what it has to do, as far as whoever routes knows
+    weight: float = 1.0  # one of twice the weight is to have twice as much to do
+    labels: Mapping[str, str] = field(default_factory=dict)  # what its operator says of it, such as its accelerator
+    share: float = 1.0  # share of its weight that it is to have now, above 0 to 1
     prefixes: Prefixes = field(default_factory=Prefixes)
-    ttft: FirstTokenTimes = field(default_factory=FirstTokenTimes)
+    ttft: FirstTokenTimes = field(default_factory=FirstTokenTimes)  # learns the time to first token of its answers
+    # The time to first token of late, where another server had computed the prompt, from when it had.
     received_ns: float = 0.0
     _answers: int = 0
 

@@ -35,16 +35,11 @@ def scored_tokens(piece: Piece) -> list[ScoredToken]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ServedChoice(Choice):
-    """A choice with its part of the ledger.
-
-    Args:
-        keep: collect everything, for an answer in one piece.
-        prompt_only: drop the one token that the engine generates.
-    """
+    """A choice with its part of the ledger."""
 
     stamps: Stamps
-    keep: bool
-    prompt_only: bool = False
+    keep: bool  # collect everything, for an answer in one piece
+    prompt_only: bool = False  # drop the one token that the engine generates
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)

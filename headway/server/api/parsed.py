@@ -57,17 +57,11 @@ class _Listening:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ParsedChoice(ServedChoice):
-    """A choice that is parsed as it grows; its pieces have `events`.
+    """A choice that is parsed as it grows; its pieces have `events`."""
 
-    Args:
-        make_parser: makes its parser.
-        make_id: makes ids for calls to which the model gives none.
-        on_calls: told of the parser's outcome at the end.
-    """
-
-    make_parser: Callable[[], AnswerParser]
-    make_id: Callable[[], str]
-    on_calls: Callable[[int, int, int], None]
+    make_parser: Callable[[], AnswerParser]  # makes its parser
+    make_id: Callable[[], str]  # makes ids for calls to which the model gives none
+    on_calls: Callable[[int, int, int], None]  # told of the parser's outcome at the end
     events: list[Event] = field(default_factory=list)  # all, where the choice keeps what came
     parser: AnswerParser = field(init=False)
     _listening: _Listening = field(init=False)

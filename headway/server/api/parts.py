@@ -34,19 +34,14 @@ def named_event(kind: str, content: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One part of an answer.
+    """One part of an answer."""
 
-    Args:
-        index: its number in the answer, from 0.
-        id: unique, 32 digits.
-        name, call_id: of a call.
-    """
-
-    index: int
+    index: int  # its number in the answer, from 0
     kind: Kind
+    # name, call_id: of a call.
     name: str = ""
     call_id: str = ""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique, 32 digits
     texts: list[str] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
 

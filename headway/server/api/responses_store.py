@@ -38,19 +38,12 @@ logger = logging.getLogger("headway.server")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer and what it follows.
+    """An answer and what it follows."""
 
-    Args:
-        tenant: whose it is; nobody else finds it.
-        body: the response object, as JSON.
-        input_items: the items of its request.
-        messages: the whole conversation, its answer included, as messages of a chat completion in JSON.
-    """
-
-    tenant: str
-    body: bytes
-    input_items: bytes
-    messages: bytes
+    tenant: str  # whose it is; nobody else finds it
+    body: bytes  # the response object, as JSON
+    input_items: bytes  # the items of its request
+    messages: bytes  # the whole conversation, its answer included, as messages of a chat completion in JSON
 
     @property
     def size(self) -> int:

@@ -437,15 +437,11 @@ class DetokenizeBody(NamesModel):
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An OpenAI field that this server does not have.
+    """An OpenAI field that this server does not have."""
 
-    Args:
-        reason: why it is refused.
-        no_op: whether a value changes nothing in the answer of a server without the field, and so is taken; null always
-            is. Clients send such values in every request.
-    """
-
-    reason: str
+    reason: str  # why it is refused
+    # Whether a value changes nothing in the answer of a server without the field, and so is taken; null always is.
+    # Clients send such values in every request.
     no_op: Callable[[Any], bool] = lambda value: False
 
 

@@ -40,14 +40,10 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """Calls the application in this process.
-
-    Args:
-        service_class: gives the name of the requests' class.
-    """
+    """Calls the application in this process."""
 
     app: ASGIApp
-    service_class: Callable[[], str]
+    service_class: Callable[[], str]  # gives the name of the requests' class
 
     async def post(self, path: str, body: bytes, tenant: str) -> Reply:
         """POST a JSON body for a tenant. Cancelling it has the effect of a client that goes away."""

@@ -85,18 +85,12 @@ def _body_of(line: RequestLine) -> _Body:
 
 @dataclass(slots=True)
 class Checked:
-    """What is known of an input file.
-
-    Args:
-        errors: why the batch as a whole can't run.
-        malformed: answers to lines that are no requests.
-        model: the model that the first request names.
-    """
+    """What is known of an input file."""
 
     total: int = 0
-    errors: list[BatchError] = field(default_factory=list)
-    malformed: list[Result] = field(default_factory=list)
-    model: str | None = None
+    errors: list[BatchError] = field(default_factory=list)  # why the batch as a whole can't run
+    malformed: list[Result] = field(default_factory=list)  # answers to lines that are no requests
+    model: str | None = None  # the model that the first request names
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:

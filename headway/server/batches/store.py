@@ -58,17 +58,12 @@ class InUse(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to a line of a batch.
-
-    Args:
-        answer: the line of the output or the error file, without its end.
-        tokens: tokens of the prompt, those of them that were cached, tokens of the output, and those of them that were
-            reasoning.
-    """
+    """The answer to a line of a batch."""
 
     line: int
     is_ok: bool
-    answer: bytes
+    answer: bytes  # the line of the output or the error file, without its end
+    # Tokens of the prompt, those of them that were cached, tokens of the output, and those of them that were reasoning.
     tokens: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 

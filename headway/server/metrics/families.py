@@ -50,15 +50,10 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """Makes families.
+    """Makes families."""
 
-    Args:
-        prefix: what all names begin with.
-        labels: names and values of the labels that all metrics have.
-    """
-
-    prefix: str
-    labels: Mapping[str, str]
+    prefix: str  # what all names begin with
+    labels: Mapping[str, str]  # names and values of the labels that all metrics have
 
     def gauge(self, name: str, text: str, values: float | Values, *further: str) -> GaugeMetricFamily:
         """One gauge, or one for each combination of `further` labels."""

@@ -26,17 +26,12 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A metric.
+    """A metric."""
 
-    Args:
-        source: where it comes from.
-        labels: further ones than all metrics have.
-    """
-
-    source: str
+    source: str  # where it comes from
     kind: str
     text: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # further ones than all metrics have
 
 
 _GPU = ("gpu",)
