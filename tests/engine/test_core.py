@@ -101,7 +101,7 @@ def test_who_can_not_be_in_time_is_refused_at_once_with_the_time_to_come_again()
     ask(core, clock, "100", 200, 5)
     (refused,) = core.step().outputs
     assert (refused.finish_reason, refused.token_ids) == ("late", [])
-    assert refused.error is not None and "than the objective of 90 ms" in refused.error
+    assert refused.error is not None and "than the 90 ms that the engine has of its objective" in refused.error
     assert "its prompt alone takes longer" in refused.error
     assert refused.retry_after_s >= 1 and refused.timings is not None and refused.timings.yielded == "oversized"
     assert not core.has_work

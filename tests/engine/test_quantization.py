@@ -71,9 +71,9 @@ def test_a_cache_of_8_bits_has_room_for_more(tmp_path: Path, dtype: str, element
     folder = write_config(tmp_path)
     dtypes = "auto", "int8", "fp8"
     plain, narrow, float8 = (build_engine(EngineConfig(folder, kv_cache_dtype=d, **settings)) for d in dtypes)
-    assert plain.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16 * element)
-    assert narrow.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
-    assert float8.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16)
+    assert plain.ready.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16 * element)
+    assert narrow.ready.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * (16 + 4))
+    assert float8.ready.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 16)
     engines = plain, narrow, float8
     assert [engine.ready.kv_cache_dtype for engine in engines] == [dtype, "int8", "float8_e4m3fn"]
     for engine in engines:
