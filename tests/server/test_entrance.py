@@ -10,7 +10,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
@@ -236,3 +237,24 @@ def test_newcomers_are_closed_with_the_server(start_server: StartServer) -> None
         eventually(lambda: len(server.server._entrance._silent) >= 5)
         server.call(server.server.drain)
         assert [read_until(each, b"") for each in silent] == [b""] * 5
+
+
+async def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
+    """As when a server ends in the moment in which somebody comes."""
+
+    def cancelled(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.cancel()
+        return task
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = entrance.Entrance(
+        lambda came_ns, refusal: asyncio.Protocol(), Probes(lambda: None, list), 5.0, None, cancelled
+    )
+    door.open([listener])
+    with socket.create_connection(listener.getsockname(), timeout=5) as client:
+        client.sendall(b"GET")
+        client.setblocking(False)
+        with pytest.raises(ConnectionResetError):  # what it said was not read
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 2)
+    door.close()

@@ -48,7 +48,7 @@ class Share:
 
 @dataclass(slots=True)
 class Told:
-    """What has happened in a process since it last told: of requests that were sent and that ended, what a view shows."""
+    """What has happened in a process since it last told, as far as a view shows it."""
 
     started: list[tuple[int, int]] = field(default_factory=list)  # index and time due
     # Index, times due, sent, of the first and the last chunk, tokens, and the kind of a failure or "".

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from headway.server.edge.http_head import malformed
@@ -51,7 +52,7 @@ class Entrance:
         probes: Probes,
         timeout_s: float,
         certificate: Certificate | None,
-        background: Callable[[Coroutine[Any, Any, None]], None],
+        background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._connection, self._probes, self._certificate = connection, probes, certificate
         self._timeout_s, self._background = timeout_s, background
@@ -150,7 +151,9 @@ class Entrance:
             if not self._waiting:
                 return
             takes_newest = self._certificate is not None and self._takes_newest
-            self._background(self._serve(*(self._waiting.pop() if takes_newest else self._waiting.popleft())))
+            connection, came_ns, refusal = self._waiting.pop() if takes_newest else self._waiting.popleft()
+            task = self._background(self._serve(connection, came_ns, refusal))
+            task.add_done_callback(partial(_close_if_cancelled, connection))
             self._takes_newest = not self._takes_newest
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._let_in)
@@ -167,3 +170,9 @@ class Entrance:
                 ssl_handshake_timeout=self._timeout_s if context else None,
                 ssl_shutdown_timeout=GOODBYE_S if context else None,
             )
+
+
+def _close_if_cancelled(connection: socket.socket, task: asyncio.Task[None]) -> None:
+    """Close the connection of a task that was cancelled: if that was before it began, nobody else does."""
+    if task.cancelled():
+        connection.close()

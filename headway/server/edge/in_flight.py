@@ -69,11 +69,12 @@ class InFlight(ABC):
             raise self._refusal
         self.generations.add(generation)
 
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Let `work` go on after the answer that started it."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def end_background(self) -> None:
         """Cancel the work that goes on by itself."""
