@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -252,9 +253,14 @@ async def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed()
         lambda came_ns, refusal: asyncio.Protocol(), Probes(lambda: None, list), 5.0, None, cancelled
     )
     door.open([listener])
-    with socket.create_connection(listener.getsockname(), timeout=5) as client:
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        socket.create_connection(listener.getsockname(), timeout=5) as client,
+    ):
+        warnings.simplefilter("always")  # the collector closes it too, and says so
         client.sendall(b"GET")
         client.setblocking(False)
         with pytest.raises(ConnectionResetError):  # what it said was not read
             await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 2)
     door.close()
+    assert [each.category for each in warned if each.category is ResourceWarning] == []
