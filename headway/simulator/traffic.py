@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from headway.policy.step.request import Request
@@ -45,15 +44,9 @@ def arrival(
         fields: fields of policy's Request, as its priority.
     """
     ids = made_prompt(number, prompt) if isinstance(prompt, int) else prompt
-    params = SamplingParams(max_tokens=max_tokens, **sampling) if sampling else _plain_params(max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, **(sampling or {}))
     request = Request(str(number), ids, params, [EOS], **fields)
     return Arrival(at_ns, request, output_len, cancel_ns, _ANSWER + number)
-
-
-@lru_cache(10_000)
-def _plain_params(max_tokens: int | None) -> SamplingParams:
-    """The parameters of all requests that want so many tokens and nothing else."""
-    return SamplingParams(max_tokens=max_tokens)
 
 
 def made_prompt(number: int, tokens: int, shared: Sequence[tuple[int, int]] = ()) -> list[int]:
