@@ -74,9 +74,7 @@ class PrefixAffinity(Scorer):
     """
 
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
-        beginning = ask.beginning(PREFIX_TOKENS)
-        ranked = _ranked(str(beginning), backends)
-        return _only(next((at for at in ranked if _has_room(backends[at], backends)), ranked[0]), backends)
+        return _only(_first_with_room(str(ask.beginning(PREFIX_TOKENS)), backends), backends)
 
 
 class Session(Scorer):
@@ -85,8 +83,7 @@ class Session(Scorer):
     def scores(self, ask: Ask, backends: Sequence[Backend]) -> Sequence[float]:
         if not ask.session:
             return [0.0] * len(backends)
-        ranked = _ranked(ask.session, backends)
-        return _only(next((at for at in ranked if _has_room(backends[at], backends)), ranked[0]), backends)
+        return _only(_first_with_room(ask.session, backends), backends)
 
 
 class PrefixHits(Scorer):
@@ -166,6 +163,12 @@ def _only(chosen: int, backends: Sequence[Backend]) -> list[float]:
     found = [0.0] * len(backends)
     found[chosen] = 1.0
     return found
+
+
+def _first_with_room(key: str, backends: Sequence[Backend]) -> int:
+    """The first backend for a key that is not overloaded; the very first where all are."""
+    ranked = _ranked(key, backends)
+    return next((at for at in ranked if _has_room(backends[at], backends)), ranked[0])
 
 
 def _ranked(key: str, backends: Sequence[Backend]) -> list[int]:
